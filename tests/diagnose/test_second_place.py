@@ -117,3 +117,45 @@ def test_a_change_around_a_change() -> None:
     other = "loss = (s + ((t - m) / torch.exp(s.clamp(max=80))) ** 2).mean()"
     both = "loss = (s + ((t - m) / (torch.exp(s.clamp(max=80)) + 1e-6)) ** 2).mean()"
     assert merged(statement, one, other) == merged(statement, other, one) == both
+
+
+class Grid(nn.Module):
+    """Three coordinates, each divided by a size of its own that may be 0: `2 * x / (w - 1) - 1`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(4, 3)
+
+    def forward(self, points: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+        d, h, w = sizes
+        x, y, z = self.lift(points).split([1, 1, 1], dim=-1)
+        x = 2 * x / (w - 1) - 1
+        y = 2 * y / (h - 1) - 1
+        z = 2 * z / (d - 1) - 1
+        return torch.cat([x, y, z], dim=-1)
+
+
+def test_three_lines_of_one_fault_are_one_fix(guard: Guard) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        net = Grid()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(6):
+            sizes = (1, 1, 1) if step == 2 else (4, 4, 1) if step == 4 else (4, 4, 4)
+            points = torch.randn(8, 4)
+            loss = net(points, sizes).square().mean()
+            optimizer.zero_grad()
+            if loss.isfinite():
+                loss.backward()
+                optimizer.step()
+
+    run = guard(train)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.step, incident.cause, incident.occurrences) == (2, "division-by-zero", 2)
+    fix = incident.fixes[0]
+    assert fix.verified, incident.fixes
+    first, second, third = fix.how.split("\n")
+    assert first == "x = 2 * x / max(w - 1, 1) - 1"
+    assert second.startswith("y = 2 * y / max(h - 1, 1) - 1  # ")
+    assert third.startswith("z = 2 * z / max(d - 1, 1) - 1  # ")

@@ -29,7 +29,7 @@ from ampguard.replay.operators import facts_of
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp
-from ampguard.replay.variants import Captured, Variant, converted
+from ampguard.replay.variants import Captured, CodePlace, Variant, converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class Evidence:
         """What that came to, once it has been replayed."""
         self.own_casts: tuple[Line, ...] = ()
         """Lines of modules that are to leave autocast which cast to low precision by themselves, and have to lose that too."""
+        self.mended: set[CodePlace] = set()
+        """Other places of the step that fail, and that a fix which was seen to work mends as well."""
         self.finite_gradients: dict[Variant, bool | None] = {}
         """With which changes all gradients of the loss are finite, as far as that was asked."""
 

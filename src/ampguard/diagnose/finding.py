@@ -17,7 +17,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Severity
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.variants import Variant
+from ampguard.replay.variants import CodePlace, Variant
 
 Trial = Callable[[Evidence], Variant]
 
@@ -28,6 +28,7 @@ class Proposal:
 
     `otherwise` is tried in its place where it was not enough: the same fix, tighter. `known` is what it comes to, where
     that has been seen already. `is_of_autocast`: the text speaks of autocast alone, not of casts that the script makes.
+    `mends`: other places that fail as the accused one does, and that this change mends with it.
     """
 
     action: str
@@ -38,6 +39,7 @@ class Proposal:
     otherwise: Proposal | None = None
     known: Outcome | None = None
     is_of_autocast: bool = False
+    mends: frozenset[CodePlace] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ampguard.capture.record import BadResult
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.incident import Incident
+from ampguard.replay.variants import CodePlace
 
 MOST_NAMED = 3
 """Consequences of a broken protocol that are named."""
@@ -46,6 +47,8 @@ class Case:
     """The case of the longer story that this failure belongs to: it is told there."""
     optimizer: weakref.ref[Any] | None = None
     """Whose gradients a broken protocol is about."""
+    mended: frozenset[CodePlace] = frozenset()
+    """Other places that a fix which was told mends too."""
     led_to: list[str] = field(default_factory=list)
     """Of a broken protocol, or what made the loss scale fall: failures that follow from it, in words."""
 

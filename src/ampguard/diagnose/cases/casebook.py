@@ -22,9 +22,13 @@ from ampguard.diagnose.cases.recurrence import calls_behind, goes_on_from
 from ampguard.diagnose.cases.skipped import SkippedSteps
 from ampguard.incident import Incident, importance, training_first
 from ampguard.replay.sandbox import neutral_thread
+from ampguard.replay.variants import CodePlace
 
 MOST_EVENTS = 256
 """Bad results that are remembered, the latest: in a run that goes on failing there is no end to them."""
+
+
+OF_NOTHING = frozenset({"division-by-zero", "empty-reduction"})
 
 
 class Casebook:
@@ -167,6 +171,15 @@ class Casebook:
                 return True
         return False
 
+    def told_as_mended(self, cause: str, bad: BadResult, place: CodePlace) -> bool:
+        """Whether a fix that was told mends this place too, which fails as the accused one did; it is counted to that."""
+        case = next((c for c in self.cases if place in c.mended and _is_alike(c.incident.cause, cause)), None)
+        if case is None or case.incident.mode != bad.mode:
+            return False
+        self.count(case, bad, calls_behind(bad))
+        self.further.led_to(bad, case)
+        return True
+
     def told_alike(self, incident: Incident, bad: BadResult) -> bool:
         """Whether the same was told of the same place; it is counted to that. Bad data show first here or there."""
         case = next((c for c in self.cases if c.is_investigated and _told(c.incident) == _told(incident)), None)
@@ -281,6 +294,11 @@ class Casebook:
         else:
             case.occurrences += 1
         case.last_step = bad.step
+
+
+def _is_alike(one: str, other: str) -> bool:
+    """Whether two causes are one: a count of nothing divides a sum of nothing here, and another sum there."""
+    return one == other or {one, other} <= OF_NOTHING
 
 
 def _told(incident: Incident) -> tuple[object, ...]:

@@ -188,6 +188,8 @@ class Examiner:
             finding = find_cause(evidence)
             if finding is not None and self._is_consequence(finding, bad, evidence):
                 return
+            if finding is not None and self._casebook.told_as_mended(finding.cause, bad, evidence.op.place):
+                return
             if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
                 self._casebook.follows(breach, finding.cause, bad, place_of(evidence))
                 return
@@ -403,6 +405,7 @@ class Examiner:
             case = opinion if isinstance(opinion, Case) else self._casebook.cases[-1]
             case.occurrences += self._arming.caught(bad)
             case.last_step = bad.step
+        self._casebook.cases[-1].mended |= evidence.mended
         self._casebook.kept_state.note_written(evidence, self._casebook.cases[-1])
         self._casebook.left_inside.note(evidence, bad, self._casebook.cases[-1])
         if isinstance(opinion, Incident) and opinion.severity == "info":  # normal operation takes none of the looks

@@ -9,6 +9,7 @@ Not this       a divisor that only low precision turned into 0: see fp16-underfl
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.code import accused, rewrite
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.fixes import ignored_targets, plain_divisor
+from ampguard.diagnose.fixes import ignored_targets, plain_divisor, shared_divisor
 from ampguard.diagnose.fixes.loss_of_nothing import WEIGHT, zero_weights
 from ampguard.diagnose.fixes.proposals import (
     OperandFix,
@@ -69,7 +70,7 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
             f"{name} {words.place(evidence)} divides by the plain number 0.",
             weight=50,
             evidence={"divisor": 0.0},
-            proposals=(plain_divisor.at_least(evidence),),
+            proposals=(_at_its_root(shared_divisor.of_a_number(evidence), plain_divisor.at_least(evidence)),),
         )
     divisor = evidence.operands[position]
     if _is_weight_by_its_size(evidence, divisor):
@@ -229,17 +230,20 @@ def guards(evidence: Evidence) -> list[Proposal]:
     divisor = evidence.operands[position]
     proposals = []
     epsilon = smallest_epsilon(evidence)
-    if is_count(evidence, position, divisor):
-        proposals.append(
-            OperandFix(
-                "guard-empty",
-                position,
-                rewrite.clamped(1, None),
-                lambda t: t.clamp(min=1),
-                lambda t: bool((t == 0).any()),
-                "use a divisor of at least 1 (.clamp(min=1))",
-            ).proposal(evidence)
-        )
+    counts = is_count(evidence, position, divisor)
+    shared = shared_divisor.of_a_tensor(evidence, position, counts)
+    if counts or shared is not None:
+        at_least_one = OperandFix(
+            "guard-empty",
+            position,
+            rewrite.clamped(1, None),
+            lambda t: t.clamp(min=1),
+            lambda t: bool((t == 0).any()),
+            "use a divisor of at least 1 (.clamp(min=1))",
+        ).proposal(evidence)
+        proposals.append(_at_its_root(shared, at_least_one))
+    if shared is not None:
+        return proposals
     if not divisor.values.is_floating_point() and not divisor.values.is_complex():
         return proposals
     added = epsilon_fix(evidence, position, epsilon)
@@ -248,6 +252,11 @@ def guards(evidence: Evidence) -> list[Proposal]:
         proposals.append(clamp_fix(evidence, position, epsilon, None))
     root = under_the_root(evidence, position)
     return [*root, *proposals]
+
+
+def _at_its_root(shared: Proposal | None, here: Proposal) -> Proposal:
+    """The change of what several lines divide by, and that of the accused line where it is not enough."""
+    return dataclasses.replace(shared, otherwise=here) if shared is not None else here
 
 
 def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:

@@ -20,7 +20,7 @@ from ampguard.diagnose.causes.division_by_zero import guards, is_count
 from ampguard.diagnose.code import accused, rewrite
 from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
+from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import loss_of_nothing
 from ampguard.diagnose.fixes.proposals import at_the_head, changed_result, spelled
 from ampguard.diagnose.fixes.segments import beginning_at_zero, empty_segment
@@ -54,23 +54,21 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
         advice += ", in" * (corrected is None)
         shown = corrected or words.code(evidence)
     trial = at_the_head(_without_correction) if what == ONE_ELEMENT else changed_result(_left_out)
-    safe = _divided_safely(evidence) if evidence.op.short_name == "div" else None
-    if safe is not None:
-        advice, shown, trial = "leave the term out when there is nothing to reduce, or let it be 0", *safe
+    proposal = Proposal(
+        "guard-empty",
+        words.region(evidence),
+        f"{advice}: {shown}",
+        trial=trial,
+        otherwise=_as_divisor(evidence) if what == ONE_ELEMENT else None,
+    )
+    if evidence.op.short_name == "div":
+        proposal = _divided_safely(evidence) or proposal
     return Finding(
         "empty-reduction",
         f"{words.operator(evidence)} {words.place(evidence)} {what}, which is 0/0 in any precision.",
         weight=80,
         evidence={"operands": [o.stats.as_dict() for o in evidence.operands]},
-        proposals=(
-            Proposal(
-                "guard-empty",
-                words.region(evidence),
-                f"{advice}: {shown}",
-                trial=trial,
-                otherwise=_as_divisor(evidence) if what == ONE_ELEMENT else None,
-            ),
-        ),
+        proposals=(proposal,),
     )
 
 
@@ -141,11 +139,16 @@ def _is_mean_of_nothing(evidence: Evidence) -> bool:
     return maker is not None and maker.short_name == "sum" and any(0 in t.shape for t in maker.inputs)
 
 
-def _divided_safely(evidence: Evidence) -> tuple[str, Trial] | None:
-    """The line with a divisor that is never 0 and its trial; None where the text does not tell which quotient it is."""
+def _divided_safely(evidence: Evidence) -> Proposal | None:
+    """The line with a divisor that is never 0; None where the text does not tell which quotient it is."""
     written = accused.accused_expression(evidence) is not None
     found = next(iter(guards(evidence)), None) if written else None
-    return (found.how, found.trial) if found is not None and found.trial is not None else None
+    if found is None or found.trial is None:
+        return None
+    if found.mends:  # a divisor that other terms have as well
+        return found
+    how = f"leave the term out when there is nothing to reduce, or let it be 0: {found.how}"
+    return Proposal("guard-empty", words.region(evidence), how, trial=found.trial)
 
 
 def _as_sum(evidence: Evidence) -> str | None:

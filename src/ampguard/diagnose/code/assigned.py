@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from ampguard.diagnose.code.source import Source
 
 DRAWING = ("rand", "sample", "dropout", "bernoulli", "normal", "uniform", "exponential")
 """Parts of the names of functions that draw random numbers."""
+
+Assignment: TypeAlias = ast.Assign | ast.AnnAssign
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -36,6 +39,35 @@ def assigned_to(source: Source, name: str, line: int, is_checked: bool = True) -
     if any(end < number < line and what in read for number, what, _ in _bindings(scope)):
         return None
     return statement.value
+
+
+def last_assigned_to(source: Source, name: str, line: int) -> Assignment | None:
+    """The statement that gave a name the value that it has in a line; None where that is not sure.
+
+    Unlike `assigned_to`, the name may have been bound before (`n = len(x)`, then `n = n / world`).
+    """
+    scope = _scope_of(source.tree, line)
+    bound = [(number, node) for number, what, node in _bindings(scope) if what == name]
+    before = [(number, node) for number, node in bound if number < line]
+    if not before or any(number >= line and _loops_back(scope, number, line) for number, _ in bound):
+        return None
+    statement = max(before, key=lambda found: found[0])[1]
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+        return None
+    is_before = (statement.end_lineno or statement.lineno) < line
+    return statement if is_before and _leads_to(scope, statement, line) else None
+
+
+def _loops_back(scope: ast.AST, later: int, line: int) -> bool:
+    """Whether a loop goes from a later line back to this one."""
+    loops = (node for node in _within(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
+    return any(loop.lineno <= line and later <= (loop.end_lineno or 0) for loop in loops)
+
+
+def is_parameter(source: Source, name: str, line: int) -> bool:
+    """Whether a name is a parameter of the function around a line, and is bound nowhere in it."""
+    scope = _scope_of(source.tree, line)
+    return name in _parameters(scope) and all(what != name for _, what, _ in _bindings(scope))
 
 
 def _may_be_repeated(node: ast.AST, source: Source) -> bool:
@@ -83,6 +115,9 @@ def _bindings(scope: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
     for node in _within(scope):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.lineno, node.targets[0].id, node
+            continue
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.lineno, node.target.id, node
             continue
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):

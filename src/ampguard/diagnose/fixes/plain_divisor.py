@@ -12,6 +12,7 @@ from ampguard.diagnose.code.text import Edit
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.fixes.proposals import smallest_epsilon
+from ampguard.diagnose.fixes.shared_divisor import counts_by_its_text, is_plain_zero
 from ampguard.replay.variants import Variant
 
 
@@ -19,22 +20,19 @@ def at_least(evidence: Evidence) -> Proposal:
     """`max(n, 1)` for a count; `(w or 1)` where a sum of weights is 0 as well (0/0), which at other times may be any
     number; else `max(t, 1e-6)`.
     """
-    is_whole = evidence.call is not None and any(_is_zero(a) and isinstance(a, int) for a in evidence.call.args)
+    is_whole = evidence.call is not None and any(is_plain_zero(a) and isinstance(a, int) for a in evidence.call.args)
+    is_whole = is_whole or counts_by_its_text(evidence)
     is_count = is_whole or (bool(evidence.operands) and evidence.operands[0].value == 0)
     least = 1.0 if is_count else smallest_epsilon(evidence)
     change = _or_one if is_count and not is_whole else _larger_of(least)
 
     def guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*(least if _is_zero(argument) else argument for argument in args), **kwargs)
+        return func(*(least if is_plain_zero(argument) else argument for argument in args), **kwargs)
 
     short = "(w or 1)" if change is _or_one else f"max(n, {rewrite.literal(least)})"
     how = _written(evidence, change) or f"{short} in place of the divisor in: {accused.statement(evidence)}"
     action = "guard-empty" if is_count else "clamp"
     return Proposal(action, words.region(evidence), how, trial=lambda e: Variant(at_places={e.op.place: guarded}))
-
-
-def _is_zero(argument: Any) -> bool:
-    return isinstance(argument, (int, float)) and not isinstance(argument, bool) and argument == 0
 
 
 def _written(evidence: Evidence, change: rewrite.Change) -> str | None:

@@ -1,4 +1,4 @@
-"""Steps that fail in two places: a fix that cures the first is tried together with one that cures the second."""
+"""Steps that fail in several places: a fix that cures the first is tried together with those that cure the others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from ampguard.incident import Fix
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.variants import Variant
+from ampguard.replay.variants import CodePlace, Variant
 
 MAX_FIRSTS = 3
 """Fixes of the first place that another is looked for beside."""
+
+MAX_PLACES = 4
+"""Places that one fix changes, at most: a text of more lines is no advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +71,58 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Joint]:
 
 
 def fixes_beside(evidence: Evidence, budget: Budget) -> list[Joint]:
-    """Where a fix cures its own place and the step then fails in another one: what cures both."""
-    if evidence.replayer is None:
-        return []
+    """Where a fix cures its own place and the step then fails in another one, and in the next: what cures all of them."""
     for variant, fix in islice(evidence.still_bad, MAX_FIRSTS):
-        try:
-            again = copy.copy(evidence.replayer)
-            again.base = variant.with_base(evidence.replayer.base)
-            second = locate(evidence.bad, again, budget)
-            found = find_cause(second) if second is not None and second.op.place != evidence.op.place else None
-        except Exception:  # that step cannot be followed: what is known of the fixes stands
-            continue
-        for proposal in with_tighter(found.proposals) if found is not None else ():
-            if proposal.trial is None or second is None or budget.is_spent:
-                continue
-            change = proposal.trial(second).with_base(variant)
-            effect = _cures(evidence, evidence.replayer, change, may_be_unknown=True)
-            if effect is not None:
-                how = _both(evidence, second.op, fix.how, proposal.how)
+        how: str | None = fix.how
+        places = {evidence.op.place}
+        while how is not None and len(places) < MAX_PLACES and not budget.is_spent:
+            found = _next_place(evidence, variant, places, budget)
+            if found is None:
+                break
+            second, proposals = found
+            places.add(second.op.place)
+            variant, how, effect = _with_one_more(evidence, second, proposals, variant, how, budget)
+            if effect is not None and how is not None:
+                evidence.mended |= places - {evidence.op.place}
                 return [Joint(msgspec.structs.replace(fix, how=how, verified=True, outcome=effect), of=fix.how)]
     return []
+
+
+def _next_place(
+    evidence: Evidence, variant: Variant, places: set[CodePlace], budget: Budget
+) -> tuple[Evidence, list[Proposal]] | None:
+    """Where a step that is changed already fails next, and what is proposed there; None where it is not known."""
+    assert evidence.replayer is not None
+    try:
+        again = copy.copy(evidence.replayer)
+        again.base = variant.with_base(evidence.replayer.base)
+        second = locate(evidence.bad, again, budget)
+        found = find_cause(second) if second is not None and second.op.place not in places else None
+    except Exception:  # that step cannot be followed: what is known of the fixes stands
+        return None
+    return (second, list(with_tighter(found.proposals))) if second is not None and found is not None else None
+
+
+def _with_one_more(
+    evidence: Evidence, second: Evidence, proposals: list[Proposal], variant: Variant, how: str, budget: Budget
+) -> tuple[Variant, str | None, str | None]:
+    """The step with one more place changed, how it is all written, and what it comes to where that cures it.
+
+    Where nothing does, the first proposal is gone on with: the step may fail in yet another place (None: there is none).
+    """
+    assert evidence.replayer is not None
+    further: tuple[Variant, str | None] = (variant, None)
+    for proposal in proposals:
+        if proposal.trial is None or budget.is_spent:
+            continue
+        change = proposal.trial(second).with_base(variant)
+        written = _both(evidence, second.op, how, proposal.how)
+        effect = _cures(evidence, evidence.replayer, change, may_be_unknown=True)
+        if effect is not None:
+            return change, written, effect
+        if further[1] is None:
+            further = (change, written)
+    return *further, None
 
 
 def _both(evidence: Evidence, other: TracedOp, here: str, there: str, is_first: bool = True) -> str:

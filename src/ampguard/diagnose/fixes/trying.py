@@ -128,6 +128,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
             return fix(
                 None, f"{effect}; but it reaches {words.number(peak)}, and what follows may overflow again", how, target
             )
+    if verified:
+        evidence.mended |= proposal.mends
     return fix(verified, effect, how, target)
 
 
