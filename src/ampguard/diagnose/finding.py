@@ -28,6 +28,7 @@ class Proposal:
 
     `otherwise` is tried in its place where it was not enough: the same fix, tighter. `known` is what it comes to, where
     that has been seen already. `is_of_autocast`: the text speaks of autocast alone, not of casts that the script makes.
+    `standing`: lines of the script that cast to low precision and would go on with it.
     `mends`: other places that fail as the accused one does, and that this change mends with it.
     """
 
@@ -39,6 +40,7 @@ class Proposal:
     otherwise: Proposal | None = None
     known: Outcome | None = None
     is_of_autocast: bool = False
+    standing: tuple[Line, ...] = ()
     mends: frozenset[CodePlace] = frozenset()
 
 

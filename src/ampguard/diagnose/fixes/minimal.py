@@ -19,6 +19,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.fixes.float_code import in_float32
+from ampguard.diagnose.fixes.low_weights import widened_weights
 from ampguard.diagnose.fixes.region_code import ONE_CALL, call_outside_autocast, forward_outside_autocast
 from ampguard.diagnose.fixes.script_casts import casts, casts_behind, made_from, sorted_casts
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
@@ -93,6 +94,8 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
     names = [_name(region, replayer.names) for region in members]
     owners = [place if isinstance(place, int) else None for _, place in members]
     how = advice(evidence, list(members.values()), names, owners)
+    widened = widened_weights(evidence, {place for _, place in members if isinstance(place, int)})
+    how += f"\nand make float32 of its weights as well: {widened}" if widened else ""
     variant = _variant(members)
     own_casts = outcome.own_casts
     if own_casts and not budget.is_spent:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import compat, numerics
-from ampguard.capture.events.operands import leaves
-from ampguard.capture.record import Held, Ref, RootCall
+from ampguard import numerics
+from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.code import accused, rewrite
 from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
+from ampguard.diagnose.fixes.low_weights import beside_autocast, low_models, weights_in
+from ampguard.diagnose.fixes.standing_casts import standing_casts
 from ampguard.replay.operators import flat_scalars, flat_tensors
-from ampguard.replay.variables import expression_of
 from ampguard.replay.variants import CodePlace, Intervention, Variant
 
 SPELLED = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "-Inf"}
@@ -48,13 +48,19 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
     setting = _setting(evidence)
     device = evidence.op.device
     replayer = evidence.replayer
+    standing = standing_casts(evidence, everywhere=setting == "weights") if setting in ("weights", "autocast") else ()
     has_scaler = evidence.bad.mode == "train" and (replayer is None or replayer.loss_scale is not None)
+    with_bf16, with_fp32 = beside_autocast(evidence, standing) if setting == "autocast" else ("", "")
     bf16, fp32 = {
         "autocast": (
-            f'torch.autocast("{device}", dtype=torch.bfloat16)' + (", without GradScaler" if has_scaler else ""),
-            f'torch.autocast("{device}", enabled=False)' + (" and GradScaler(enabled=False)" if has_scaler else ""),
+            f'torch.autocast("{device}", dtype=torch.bfloat16)'
+            + (", without GradScaler" if has_scaler else "")
+            + with_bf16,
+            f'torch.autocast("{device}", enabled=False)'
+            + (" and GradScaler(enabled=False)" if has_scaler else "")
+            + with_fp32,
         ),
-        "weights": _weights_in(evidence) if setting == "weights" else ("", ""),
+        "weights": weights_in(evidence, standing) if setting == "weights" else ("", ""),
         "casts": (
             ".to(torch.bfloat16) in place of the casts to float16",
             f"leave out the casts to {words.precision(evidence)}",
@@ -77,35 +83,21 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
                 f"use bfloat16, which has float32's range: {bf16}",
                 trial=lambda e: Variant(convert=torch.bfloat16),
                 is_of_autocast=setting == "autocast",
+                standing=standing,
             )
         )
     how = f"compute in float32: {fp32}"
     fixes.append(
-        Proposal("disable-amp", None, how, trial=lambda e: e.all_in_float32, is_of_autocast=setting == "autocast")
+        Proposal(
+            "disable-amp",
+            None,
+            how,
+            trial=lambda e: e.all_in_float32,
+            is_of_autocast=setting == "autocast",
+            standing=standing,
+        )
     )
     return tuple(fixes)
-
-
-def _weights_in(evidence: Evidence) -> tuple[str, str]:
-    """How the model's weights become bfloat16, and float32; inputs that are whole numbers stay as they are.
-
-    Where FSDP casts them before it computes, its policy says to what.
-    """
-    roots = [e for e in evidence.events() if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
-    modules = list({id(root.module): root.module for root in roots}.values())
-    policies = {policy for module in modules if (policy := compat.sharding_policy(module)) is not None}
-    if policies:
-        policy = min(policies)
-        return f"{policy}(param_dtype=torch.bfloat16)", f"{policy}(param_dtype=torch.float32)"
-    name = (expression_of(modules[0]) if len(modules) == 1 else None) or "model"
-    floats = (t for root in roots for t in leaves((root.args, root.kwargs)) if _is_float(evidence, t))
-    inputs = ", its inputs too" if any(True for _ in floats) else ""
-    return f"{name}.to(torch.bfloat16){inputs}", f"{name}.float(){inputs}"
-
-
-def _is_float(evidence: Evidence, leaf: Any) -> bool:
-    value = leaf.tensor if isinstance(leaf, Held) else evidence.made(leaf) if isinstance(leaf, Ref) else None
-    return value is not None and value.is_floating_point()
 
 
 def _setting(evidence: Evidence) -> str:
@@ -113,8 +105,7 @@ def _setting(evidence: Evidence) -> str:
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     if any(root.modes.autocast_dtype is not None for root in roots) or _casts_weights(evidence, roots):
         return "autocast"
-    weights = [p for root in roots for p in root.module.parameters()]
-    if any(numerics.is_low_precision(p.dtype) for p in weights):
+    if low_models(evidence):
         return "weights"
     givens = [held.value for _, _, held in evidence.held()]
     if any(numerics.is_low_precision(t.dtype) for t in givens):

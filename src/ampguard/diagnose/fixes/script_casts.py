@@ -8,7 +8,7 @@ was computed from, and those that made the names they read.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import CodeType
 
 from ampguard.capture.record import Line
@@ -28,18 +28,22 @@ MAX_BEHIND = 4_000
 def own_casts_of(evidence: Evidence, proposal: Proposal) -> str:
     """What else a change of autocast needs, where lines cast to low precision by themselves: of the smallest region that
     leaves it, and of what the bad value was computed from outside modules."""
-    if not proposal.is_of_autocast:
+    if not proposal.is_of_autocast and not proposal.standing:
         return ""
     another = "bfloat16" if proposal.action == "use-bf16" else "float32"
-    by_text, by_region = sorted_casts((*casts_behind(evidence), *evidence.own_casts))
-    text = f", and {another} in place of the script's own casts in: {by_text}" if by_text else ""
+    behind = (*casts_behind(evidence), *evidence.own_casts) if proposal.is_of_autocast else ()
+    by_text, by_region = sorted_casts((*behind, *proposal.standing), proposal.standing)
+    joined = ", and" if proposal.is_of_autocast else "\nand"
+    text = f"{joined} {another} in place of the script's own casts in: {by_text}" if by_text else ""
     return text + (f", also in: {by_region}" if by_region else "")
 
 
-def sorted_casts(lines: Iterable[Line]) -> tuple[str, str]:
-    """The code of lines that cast in their own text, and the regions of autocast in which the others stand."""
+def sorted_casts(lines: Iterable[Line], known: Collection[Line] = ()) -> tuple[str, str]:
+    """The code of lines that cast in their own text (`known`: those of which it is known), and the regions of autocast in
+    which the others stand."""
     lines = tuple(lines)
-    regions = {line: region for line in lines if not casts(line) and (region := autocast_around(line)) is not None}
+    by_text = {line for line in lines if line in known or casts(line)}
+    regions = {line: region for line in lines if line not in by_text and (region := autocast_around(line)) is not None}
     heads = dict.fromkeys(f"{words.code_at(region)}  # {words.line_name(region)}" for region in regions.values())
     return words.codes_at(line for line in lines if line not in regions), "; ".join(heads)
 
@@ -97,8 +101,8 @@ def _casts(node: ast.AST) -> bool:
         if isinstance(function, ast.Attribute) and function.attr in METHODS and not given:
             return True
         makes = isinstance(function, ast.Attribute) and function.attr in CONVERTING
-        if (makes and any(_is_low_type(a) for a in given)) or any(
-            k.arg == "dtype" and _is_low_type(k.value) for k in node.keywords if not _is_autocast(function)
+        if (makes and any(is_low_type(a) for a in given)) or any(
+            k.arg == "dtype" and is_low_type(k.value) for k in node.keywords if not _is_autocast(function)
         ):
             return True
     return any(_casts(child) for child in ast.iter_child_nodes(node))
@@ -108,7 +112,7 @@ def _is_autocast(function: ast.expr) -> bool:
     return "autocast" in ast.unparse(function)
 
 
-def _is_low_type(node: ast.expr) -> bool:
+def is_low_type(node: ast.expr) -> bool:
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str) and node.value.rpartition(".")[2] in TYPES
     return isinstance(node, ast.Attribute) and node.attr in TYPES
