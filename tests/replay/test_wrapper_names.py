@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,50 @@ def test_a_module_with_a_tensor_of_its_own_is_no_wrapper() -> None:
     root = Hiding(Net())
     root.temperature = nn.Parameter(torch.ones(()))
     assert "_forward.encoder" in names(root)
+
+
+class Apex(nn.Module):
+    """As the wrappers of Apex and DeepSpeed, and many a script's own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.module = net
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
+
+class OwnDataParallel(nn.DataParallel[nn.Module]):
+    """As mmcv's and MONAI's."""
+
+
+@pytest.mark.parametrize("wrapper", [Apex, OwnDataParallel, nn.DataParallel])
+def test_a_child_that_is_all_and_is_called_module_gives_no_prefix(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    assert names(wrapper(Net())) == {"", "encoder", "head"}
+    assert names(wrapper(wrapper(Net()))) == {"", "encoder", "head"}
+
+
+@pytest.mark.parametrize("wrapper", [Apex, OwnDataParallel])
+def test_what_is_told_behind_it_has_no_prefix_either(
+    wrapper: Callable[[nn.Module], nn.Module], guard: Callable[..., Any], tmp_path: Path
+) -> None:
+    def body() -> None:
+        model = wrapper(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            x = torch.randn(4, 3)
+            if step == 1:
+                x[0, 0] = torch.nan
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        torch.save(model.state_dict(), tmp_path / "last.pt")
+
+    incidents = guard(body).report.incidents
+    assert [incident.cause for incident in incidents] == ["nonfinite-input", "nonfinite-parameter"]
+    assert not any((incident.module or "").startswith("module") for incident in incidents)
+    assert incidents[1].evidence["names"][0].startswith("module.")  # as the file has it
 
 
 def test_fabrics_wrapper_is_looked_through() -> None:

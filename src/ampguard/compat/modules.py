@@ -174,23 +174,37 @@ def functional_call() -> tuple[Any, str] | None:
     return (stateless, "_functional_call") if hasattr(stateless, "_functional_call") else None
 
 
+_HIDING = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""PyTorch's wrappers, each with the attribute behind which it hides the user's module."""
+
+
 def is_wrapper(module: torch.nn.Module) -> str | None:
     """The attribute behind which `module` hides the user's module, or None where it is no wrapper."""
-    name = type(module).__name__
-    where = type(module).__module__
-    if where.startswith("ampguard."):
+    if type(module).__module__.startswith("ampguard."):
         return getattr(type(module), "hides", None)
-    if not where.startswith("torch."):
-        return hidden_from_its_state(module)
-    known = {
-        "OptimizedModule": "_orig_mod",
-        "DistributedDataParallel": "module",
-        "DataParallel": "module",
-        "AveragedModel": "module",
-        "CheckpointWrapper": "_checkpoint_wrapped_module",
-        "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    }
-    return known.get(name)
+    for kind in type(module).__mro__:  # (mmcv's DistributedDataParallel is one of PyTorch's)
+        if kind.__module__.startswith("torch.") and kind.__name__ in _HIDING:
+            return _HIDING[kind.__name__]
+    return None if type(module).__module__.startswith("torch.") else hidden_from_its_state(module)
+
+
+def is_parallel(module: torch.nn.Module) -> bool:
+    """Whether it is a `DataParallel` or a `DistributedDataParallel`, or a subclass of one."""
+    kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.parallel.")]
+    return not {"DistributedDataParallel", "DataParallel"}.isdisjoint(kinds)
+
+
+def _hidden_by_name(module: torch.nn.Module) -> str | None:
+    """`module`, where that is all a module consists of: other libraries' wrappers (Apex, DeepSpeed), and a script's own."""
+    children = [key for key, child in module._modules.items() if child is not None]
+    return "module" if children == ["module"] and not (module._parameters or module._buffers) else None
 
 
 def named_modules_of_user(root: torch.nn.Module, prefix: str = "") -> dict[int, tuple[str, torch.nn.Module]]:
@@ -207,7 +221,7 @@ def _name_modules(module: torch.nn.Module, name: str, found: dict[int, tuple[str
     if id(module) in found:
         return
     found[id(module)] = name, module
-    hidden = is_wrapper(module)
+    hidden = is_wrapper(module) or _hidden_by_name(module)
     for key, child in children_of(module).items():
         if child is not None:
             _name_modules(child, name if key == hidden else f"{name}.{key}" if name else key, found)

@@ -49,7 +49,7 @@ def run_root(
     """
     module, mode = root.module, values.mode
     device: torch.device | None = None
-    if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+    if compat.is_parallel(module):
         device = compat.takes_inputs_to(module)
         module = compat.unwrapped(module)
     sandbox = ModuleSandbox(root, module)

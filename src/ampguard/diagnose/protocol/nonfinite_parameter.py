@@ -52,4 +52,23 @@ def nonfinite_parameter(scene: Scene) -> Telling | None:
         f"{facts['of']} tensors, as {listed(names)}; it was written at {at(scene.again)}.{when}"
     )
     fix = order(scene, how, "load-weights" if largest is None else "force-fp32", facts["path"])
-    return Telling(text, scene.again, (fix,), evidence=evidence, phase="parameters", module=common_module(names))
+    return Telling(
+        text,
+        scene.again,
+        (fix,),
+        evidence=evidence,
+        phase="parameters",
+        module=common_module([_of_user(n) for n in names]),
+    )
+
+
+def _of_user(name: str) -> str:
+    """A name in a file without the prefixes of wrappers.
+
+    >>> _of_user("module._orig_mod.head.weight")
+    'head.weight'
+    """
+    for prefix in ("module.", "_orig_mod."):
+        if name.startswith(prefix):
+            return _of_user(name.removeprefix(prefix))
+    return name
