@@ -230,3 +230,24 @@ def test_bad_gradients_that_are_cleared_each_time_do_not_pile_up(guard: Guard) -
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert run.causes == ["division-by-zero"]
+
+
+def test_bad_gradients_of_the_first_window_are_what_its_update_spoils_the_weights_with(guard: Guard) -> None:
+    """In the first step it is not known that several passes make one window: they seem to be dropped, and are used."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(4):
+                length = model(torch.randn(5, 4)) * (0.0 if step == part == 0 else 1.0)
+                length.pow(2).sum().sqrt().backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert [(incident.cause, incident.step) for incident in run.report.incidents] == [("singular-gradient", 0)], (
+        run.stderr
+    )

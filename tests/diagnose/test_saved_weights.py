@@ -95,3 +95,40 @@ def test_update_of_a_bad_micro_batch_has_spoiled_them_though_another_of_its_step
     assert "They were poisoned in step 2 by addmm at test_saved_weights.py:" in saved.explanation
     assert saved.fixes[0].how.endswith("from before step 2; repair the nonfinite-input of that step")
     assert saved.evidence["since_step"] == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_another_module_with_weights_of_that_name_is_no_proof_of_a_cast(
+    value: float, guard: Guard, tmp_path: Path
+) -> None:
+    """What is saved is as wide as the weights, which are finite elsewhere: no cast has overflowed."""
+
+    def body() -> None:
+        training(tmp_path, lambda model: None, torch.tensor(1.0))
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        other = {name: torch.full_like(tensor, value) for name, tensor in model.state_dict().items()}
+        torch.save(other, tmp_path / "other.pt")
+
+    run = guard(body)
+    assert run.causes == ["nonfinite-parameter"]
+    assert "the cast to" not in run.first.explanation
+    assert [fix.action for fix in run.first.fixes] == ["load-weights"]
+
+
+def test_a_cast_for_the_file_that_overflows_is_told(guard: Guard, tmp_path: Path) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight[0, 0] = 1e5
+        torch.save({name: tensor.half() for name, tensor in model.state_dict().items()}, tmp_path / "half.pt")
+
+    run = guard(body)
+    assert run.causes == ["nonfinite-parameter"]
+    assert "the cast to float16 for the file overflowed" in run.first.explanation

@@ -214,6 +214,8 @@ class FlightRecorder:
         )
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
+        elif modes.grad:
+            root.swapped_state = self.context.computed.before_call(module, log)
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)
         before = log.size_of_iteration if self.between_steps and index > log.iteration_start else 0

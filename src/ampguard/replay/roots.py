@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Ref, RootCall
+from ampguard.capture.events.operands import leaves
+from ampguard.capture.record import Held, Ref, RootCall
 from ampguard.capture.root_calls.surroundings import modes_of
 from ampguard.capture.root_calls.trees import map_tensors, named_tensors_in
-from ampguard.replay.arguments import Values, low_to
+from ampguard.replay.arguments import Values, low_to, map_leaves
 from ampguard.replay.casts import WeightCasts
 from ampguard.replay.sandbox import ModuleSandbox, set_streams
 from ampguard.replay.tracer import ReplayMode
@@ -100,12 +101,11 @@ def _on(device: torch.device, tensor: Tensor, mode: ReplayMode) -> Tensor:
 
 
 def _swap_called_state(sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
-    """The parameters and buffers that `torch.func.functional_call` ran the module on."""
-    state = values.for_module(root.swapped_state, grad=root.modes.grad)
-    for path, value in state.items():
+    """The parameters and buffers that `torch.func.functional_call` ran the module on, or that were computed for it."""
+    for path, value in _called_state(root, values).items():
         owner_path, _, name = path.rpartition(".")
         owner = root.module.get_submodule(owner_path)
-        value = low_to(value, variant.convert)
+        value = map_tensors(value, lambda t: low_to(t, variant.convert))
         weight = compat.parameters_of(owner).get(name) if root.is_rewritten else None
         if weight is not None:
             value = values.stand_ins[id(weight)] = value.detach().requires_grad_(weight.requires_grad)
@@ -113,6 +113,20 @@ def _swap_called_state(sandbox: ModuleSandbox, root: RootCall, values: Values, v
             sandbox.swap_parameter(owner, name, value)
         elif name in compat.buffers_of(owner):
             sandbox.swap_buffer(owner, name, value)
+        elif name in owner.__dict__:
+            sandbox.swap_attribute(owner, name, value)
+
+
+def _called_state(root: RootCall, values: Values) -> dict[str, Any]:
+    """By its place; what stands in several places (a weight, and the list in which it is kept) is one tensor there, too."""
+    given = {_key(leaf): leaf for leaf in leaves(root.swapped_state) if isinstance(leaf, (Ref, Held))}
+    made = values.for_module(given, grad=root.modes.grad)
+    state: dict[str, Any] = map_leaves(root.swapped_state, lambda leaf: made[_key(leaf)])
+    return state
+
+
+def _key(leaf: Ref | Held) -> Ref | int:
+    return leaf if isinstance(leaf, Ref) else id(leaf.tensor)
 
 
 def swap_state(sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:

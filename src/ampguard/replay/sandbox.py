@@ -162,6 +162,10 @@ class ModuleSandbox:
         """Let `owner` use another buffer until `leave()`."""
         self._swap(compat.buffers_of(owner), name, value)
 
+    def swap_attribute(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Let `owner` have another plain attribute until `leave()`."""
+        self._swap(owner.__dict__, name, value)
+
     def given(self, tree: Any) -> Any:
         """A call's arguments, with the script's own objects in them holding what they held before the call."""
         if isinstance(tree, GivenObject):

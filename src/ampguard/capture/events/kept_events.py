@@ -306,6 +306,11 @@ class KeptEvents:
             return HeldGenerator(value.device, value.get_state())
         return value
 
+    def is_made_outside(self, tensor: Tensor) -> bool:
+        """Whether an operator outside modules has made it, as far as is recorded."""
+        made = self.lookup(tensor)
+        return made is not None and type(self.record.event(made.event)) is not RootCall
+
     def named_argument(self, tensor: Tensor) -> Ref | Held:
         """An argument of a module."""
         version = -1 if tensor.is_inference() else plain_version(tensor)

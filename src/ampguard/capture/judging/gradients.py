@@ -57,6 +57,8 @@ class GradientJudge:
         self._plain_leaves = PlainLeaves()
         self.behind_graph: Callable[[BadResult], BadResult] = lambda bad: bad
         """Adds what is known of the CUDA graph that made bad gradients, where one has."""
+        self.on_left_used: Callable[[], None] = lambda: None
+        """Told when an update is made of bad gradients that are known, and that the loop seemed to drop."""
 
     @property
     def is_here(self) -> bool:
@@ -77,7 +79,11 @@ class GradientJudge:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = self._with_gradient(parameters, is_replaced)
         is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
-        if self._is_from_a_bad_loss(self._steps.count) or is_known:
+        if self._is_from_a_bad_loss(self._steps.count):
+            return
+        if is_known:
+            if not is_held_off:
+                self.on_left_used()
             return
         is_own_scale = loss_scale is None and self._losses.last_scale != 1.0
         if is_own_scale:

@@ -94,18 +94,33 @@ def _add_weights(tensors: Mapping[str, Tensor], name: str, found: Contents) -> N
 def spoiled(
     weights: list[tuple[str, Tensor]], trained: set[int], live: Callable[[], dict[str, Tensor]]
 ) -> list[tuple[str, Tensor, float | None]]:
-    """Weights that are not finite, and the largest value of the live tensor where that is still finite.
+    """Weights that are not finite, and the largest value of the live tensor where a cast for the file has made Inf of that.
 
     NaN anywhere; Inf in what an optimizer trains (`trained`: its memory), or in a copy of what is finite in the live
-    model (a cast has overflowed). A buffer may begin at Inf on purpose. Waits for the device, as saving does.
+    model. A buffer may begin at Inf on purpose. Waits for the device, as saving does.
     """
     bad = [(name, t.detach()) for name, t in weights if not is_finite(t.detach())]
     found = []
     for name, tensor in bad:
-        source = live().get(name)
-        largest = None
-        if source is not None and source.shape == tensor.shape and is_finite(source.detach()):
-            largest = float(source.detach().abs().max())
-        if largest is not None or bool(tensor.isnan().any()) or compat.storage_key(tensor) in trained:
-            found.append((name, tensor, largest))
+        is_trained = compat.storage_key(tensor) in trained
+        source = None if is_trained else _finite_source(tensor, live().get(name))
+        if source is not None or is_trained or bool(tensor.isnan().any()):
+            found.append((name, tensor, _cast_from(source, tensor) if source is not None else None))
     return found
+
+
+def _finite_source(saved: Tensor, source: Tensor | None) -> Tensor | None:
+    """The live tensor of that name where it is finite; what is saved may be a copy of it."""
+    if source is None or source.shape != saved.shape or not is_finite(source.detach()):
+        return None
+    return source.detach()
+
+
+def _cast_from(source: Tensor, saved: Tensor) -> float | None:
+    """The largest value of a tensor that the type of what is saved cannot hold; None where no cast has made it bad.
+
+    A cast makes Inf of what is too large, and nothing of NaN. Another module may have weights of the same name.
+    """
+    largest = float(source.abs().max())
+    is_cast = torch.finfo(saved.dtype).max < torch.finfo(source.dtype).max and not bool(saved.isnan().any())
+    return largest if is_cast and largest > torch.finfo(saved.dtype).max else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ampguard.capture.record import RngStates, RootCall, SavedAttribute, SavedBuffer
 from ampguard.capture.root_calls.attributes import AttributeWatch
 from ampguard.capture.root_calls.buffers import BufferWatch
+from ampguard.capture.root_calls.computed_state import ComputedState
 from ampguard.capture.root_calls.surroundings import FROM_NOTHING, Prefixes, RandomStreams
 
 USUAL_CALLS = 255
@@ -36,6 +37,7 @@ class CallContext:
         self.random = RandomStreams()
         self.buffers = BufferWatch()
         self.attributes = AttributeWatch()
+        self.computed = ComputedState()
         self._prefixes = Prefixes()
         self._usual: dict[int, _Usual] = {}
 

@@ -37,7 +37,10 @@ class Poison:
         self._finite_then: weakref.WeakKeyDictionary[nn.Module, Case] = weakref.WeakKeyDictionary()
         """Of a script that never differentiates (it moves its weights by what it evaluates): modules that were called in a
         failure, and whose weights were finite."""
+        self._left: Case | None = None
+        """Told of bad gradients that the loop seemed to drop: the first window of an accumulation may yet end in an update."""
         self._recorder = recorder
+        recorder.judge.gradients.on_left_used = self._left_are_used
 
     def began_with(self, case: Case) -> None:
         """An optimizer has just made its parameters non-finite, and `case` tells of it."""
@@ -60,15 +63,27 @@ class Poison:
             and not (self._recorder.steps.attempts + self._recorder.steps.backwards)
         ):
             self._note_finite(bad, case)
+        if bad.kind == "gradient":
+            self._left = case if bad.is_held_off else None
         spoils = (bad.kind == "loss" and case.incident.severity != "info") or (
             bad.kind == "gradient" and not (bad.is_held_off or bad.is_replaced)
         )
         if bad.mode != "train" or not spoils or self.case is not None:
             return
+        self._spoils(case, is_updated_at_once=bad.kind == "gradient")
+        self._is_seen_in_weights = bad.is_of_weights
+
+    def _spoils(self, case: Case, is_updated_at_once: bool) -> None:
+        """What fails from the next update on is its doing; `is_updated_at_once`: that follows, whoever makes it."""
         case.updates, self._backwards = self._recorder.steps.attempts, self._recorder.steps.backwards
-        if bad.kind == "gradient":  # the update follows at once, whoever makes it
+        if is_updated_at_once:
             case.updates -= 1
-        self.case, self._is_seen_in_weights = case, bad.is_of_weights
+        self.case = case
+
+    def _left_are_used(self) -> None:
+        case, self._left = self._left, None
+        if case is not None and self.case is None:
+            self._spoils(case, is_updated_at_once=True)
 
     def _note_finite(self, bad: BadResult, case: Case) -> None:
         for module in {event.module for event in bad.record.events if isinstance(event, RootCall)}:

@@ -142,6 +142,8 @@ def nonfinite_state(evidence: Evidence) -> dict[int, Tensor]:
         if isinstance(root, RootCall):
             saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
             for tensor in (*root.module.parameters(), *root.module.buffers()):
+                if compat.is_made(tensor):
+                    continue  # a weight that the step has computed: it was not there before
                 value = saved.get(id(tensor), tensor).detach()
                 if value.is_floating_point() and not is_finite(value):
                     found[id(tensor)] = value
@@ -157,7 +159,7 @@ def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> Nam
         path = names.get(id(module), "")
         for place, role in ((compat.parameters_of(module), "parameter"), (compat.buffers_of(module), "buffer")):
             for name, tensor in place.items():
-                if tensor is None or not tensor.is_floating_point():
+                if tensor is None or not tensor.is_floating_point() or compat.is_made(tensor):
                     continue
                 before = saved.get(id(tensor))
                 value = before.copy if before is not None and before.copy is not None else tensor
