@@ -214,7 +214,7 @@ class FlightRecorder:
         )
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
-        elif modes.grad:
+        else:
             root.swapped_state = self.context.computed.before_call(module, log)
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)

@@ -20,7 +20,7 @@ from ampguard.capture.record import RootCall
 from ampguard.capture.root_calls.bymodule import ByModule
 from ampguard.capture.root_calls.trees import map_tensors
 
-FIRST_CALLS = 3
+FIRST_CALLS = 2
 """Calls of a module in which it is looked at: the second of an inner loop has fast weights, if the first has none."""
 RESCAN_CALLS = 256
 MOST_TENSORS = 8192
