@@ -54,6 +54,8 @@ class ComputedState:
         watched.calls += 1
         if not watched.is_computed and watched.calls > FIRST_CALLS and watched.calls % RESCAN_CALLS:
             return {}
+        if not watched.is_computed and watched.calls > 1 and not _may_have_any(module):
+            return {}
         parts = [(f"{path}." if path else "", part) for path, part in module.named_modules()]
         weights = {
             path: weight for prefix, part in parts for path, weight in _weights_of(part, prefix, watched.first, log)
@@ -68,6 +70,14 @@ class ComputedState:
             _tell_earlier_calls(module, watched.first, log)
         state: dict[str, Any] = map_tensors(weights | _kept_beside(parts, weights), log.named_argument)
         return state
+
+
+def _may_have_any(module: nn.Module) -> bool:
+    """Whether any plain tensor hangs in its parts, or stands in the place of a parameter: soon answered."""
+    for part in module.modules():
+        if Tensor in map(type, part.__dict__.values()) or Tensor in map(type, compat.parameters_of(part).values()):
+            return True
+    return False
 
 
 def _tell_earlier_calls(module: nn.Module, first: dict[str, weakref.ref[Tensor]], log: EventLog) -> None:
