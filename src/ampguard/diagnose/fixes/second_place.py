@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import msgspec
 
@@ -40,6 +39,17 @@ class Joint:
     of: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A fix of the first place with changes of others, and what that comes to where it cures the step."""
+
+    fix: Fix
+    variant: Variant
+    how: str
+    places: set[CodePlace]
+    effect: str | None = None
+
+
 def fixes_behind(evidence: Evidence, budget: Budget) -> list[Joint]:
     """Where a fix leaves a loss that is finite and gradients that are not: what makes those finite, alone or beside it.
 
@@ -71,20 +81,23 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Joint]:
 
 
 def fixes_beside(evidence: Evidence, budget: Budget) -> list[Joint]:
-    """Where a fix cures its own place and the step then fails in another one, and in the next: what cures all of them."""
-    for variant, fix in islice(evidence.still_bad, MAX_FIRSTS):
-        how: str | None = fix.how
-        places = {evidence.op.place}
-        while how is not None and len(places) < MAX_PLACES and not budget.is_spent:
-            found = _next_place(evidence, variant, places, budget)
-            if found is None:
-                break
-            second, proposals = found
-            places.add(second.op.place)
-            variant, how, effect = _with_one_more(evidence, second, proposals, variant, how, budget)
-            if effect is not None and how is not None:
-                evidence.mended |= places - {evidence.op.place}
-                return [Joint(msgspec.structs.replace(fix, how=how, verified=True, outcome=effect), of=fix.how)]
+    """Where a fix cures its own place and the step then fails in another one, and in the next: what cures all of them.
+
+    Each fix of the first place is tried with one more place before any is tried with two: the shortest text is told.
+    """
+    begun = [_Begun(fix, variant, fix.how, {evidence.op.place}) for variant, fix in evidence.still_bad[:MAX_FIRSTS]]
+    for _ in range(1, MAX_PLACES):
+        for one in list(begun):
+            found = None if budget.is_spent else _next_place(evidence, one.variant, one.places, budget)
+            further = _with_one_more(evidence, *found, one, budget) if found is not None else None
+            begun.remove(one)
+            if further is None:
+                continue
+            if further.effect is not None:
+                evidence.mended |= further.places - {evidence.op.place}
+                cured = msgspec.structs.replace(one.fix, how=further.how, verified=True, outcome=further.effect)
+                return [Joint(cured, of=one.fix.how)]
+            begun.append(further)
     return []
 
 
@@ -104,25 +117,23 @@ def _next_place(
 
 
 def _with_one_more(
-    evidence: Evidence, second: Evidence, proposals: list[Proposal], variant: Variant, how: str, budget: Budget
-) -> tuple[Variant, str | None, str | None]:
-    """The step with one more place changed, how it is all written, and what it comes to where that cures it.
-
-    Where nothing does, the first proposal is gone on with: the step may fail in yet another place (None: there is none).
-    """
+    evidence: Evidence, second: Evidence, proposals: list[Proposal], begun: _Begun, budget: Budget
+) -> _Begun | None:
+    """The step with one more place changed: by what cures it, else by what is proposed first (it may fail in yet another)."""
     assert evidence.replayer is not None
-    further: tuple[Variant, str | None] = (variant, None)
+    places = begun.places | {second.op.place}
+    further: _Begun | None = None
     for proposal in proposals:
         if proposal.trial is None or budget.is_spent:
             continue
-        change = proposal.trial(second).with_base(variant)
-        written = _both(evidence, second.op, how, proposal.how)
+        change = proposal.trial(second).with_base(begun.variant)
+        how = _both(evidence, second.op, begun.how, proposal.how)
         effect = _cures(evidence, evidence.replayer, change, may_be_unknown=True)
+        if effect is not None or further is None:
+            further = _Begun(begun.fix, change, how, places, effect)
         if effect is not None:
-            return change, written, effect
-        if further[1] is None:
-            further = (change, written)
-    return *further, None
+            break
+    return further
 
 
 def _both(evidence: Evidence, other: TracedOp, here: str, there: str, is_first: bool = True) -> str:
