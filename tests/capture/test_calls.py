@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from watching import Watched, fingerprint, seed_everything
 
-from ampguard.capture.protocol import habits, moves, norms, reads, routine, scans, usual_backward
+from ampguard.capture.protocol import habits, moves, norms, reads, routine, scans, schedules, usual_backward
 from ampguard.capture.protocol.probing.witness import Witness
 from ampguard.protocol.machine import Machine
 
@@ -95,7 +95,7 @@ HANDLERS = [
     for n in ("created", "scaled", "before_backward", "after_backward", "before_scaler_step", "after_scaler_step",
               "before_update", "updated", "unscaled", "cleared", "tell")
 ] + [(norms.Norms, "measured"), (usual_backward.UsualBackward, "begins"), (usual_backward.UsualBackward, "ended"),
-     (scans.Scans, "after_step"), (habits.Habits, "saving"), (habits.Habits, "tick"), (habits.Habits, "scheduler_moved"),
+     (scans.Scans, "after_step"), (habits.Habits, "saving"), (habits.Habits, "tick"), (schedules.Schedules, "moved"),
      (reads.ReadWindow, "open"), (reads.ReadWindow, "close"), (routine.Routine, "matches"), (Witness, "stepped")]  # fmt: skip
 
 

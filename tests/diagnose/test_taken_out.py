@@ -43,7 +43,10 @@ def test_fix_that_a_replay_cannot_follow_is_not_told_as_not_enough(guard: Guard)
     assert "torch.tensor([r])" in fix.outcome
 
 
-def test_fix_that_is_not_enough_for_another_reason_is_told_so(guard: Guard) -> None:
+def test_fix_that_is_not_enough_for_another_reason_is_told_with_what_it_needs(guard: Guard) -> None:
     run = guard(lambda: actor_critic(other_trouble=True))
     assert run.first.cause == "empty-reduction"
-    assert [fix.verified for fix in run.first.fixes if fix.action == "guard-empty"] == [False]
+    (fix,) = [fix for fix in run.first.fixes if fix.action == "guard-empty"]
+    assert fix.verified
+    assert "correction=0" in fix.how
+    assert "(value * 0 - 1).clamp(min=1e-6).log()" in fix.how
