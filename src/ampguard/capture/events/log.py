@@ -101,12 +101,6 @@ class EventLog(ForgettingLog):
             self.written.note_call(_weight_behind(written, maker), index)
         self._pending.add_call(call, versions, versions_in(kwargs.values()) if kwargs else (), written)
 
-    def maker_of(self, tensor: Tensor) -> TapedCall | None:
-        """The call, pending yet, that gave a tensor its present value; None where that was anything else."""
-        if not self._pending.entries or type(tensor) is not Tensor or tensor.is_inference():
-            return None
-        return self._pending.maker_of(tensor, plain_version(tensor))
-
     def is_unread(self, tensor: Tensor, gives_memory: Callable[[Any], bool]) -> bool:
         """Whether no call that is pending can have been given this tensor: it was made after all of them, in memory of its own.
 

@@ -217,10 +217,7 @@ class CallTape(compat.FunctionMode):
         """A call of a function that only writes to its first operand, while this mode is not on the stack."""
         operators = self._operators
         written = args[0]
-        is_followed = torch.is_grad_enabled() and isinstance(written, Tensor) and written.requires_grad
-        if is_followed and self._log.maker_of(written) is None:
-            return self._tape(func, (), args, kwargs)  # what a module returned, say: only here its graph is told
-        if not operators.may_keep_writes or not _are_plain_operands((*args, *kwargs.values()), is_followed):
+        if not operators.may_keep_writes or not _are_plain_operands((*args, *kwargs.values())):
             return self._tape(func, (), args, kwargs)
         versions = [plain_version(value) if isinstance(value, Tensor) else -1 for value in args]
         before = self._barrier.call(self._log.value_before, written)
@@ -334,10 +331,9 @@ def is_small(tree: Any) -> bool:
     return not isinstance(tree, torch.Generator)
 
 
-def _are_plain_operands(values: tuple[Any, ...], is_followed: bool) -> bool:
-    """Whether a call that writes may be kept: small and ordinary tensors, and numbers. `is_followed`: autograd follows what
-    is written to; else it follows none of them."""
-    has_grad = torch.is_grad_enabled() and not is_followed
+def _are_plain_operands(values: tuple[Any, ...]) -> bool:
+    """Whether a call that writes may be kept: small and ordinary tensors, of which autograd follows none, and numbers."""
+    has_grad = torch.is_grad_enabled()
     for value in values:
         if isinstance(value, Tensor):
             if type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT or (has_grad and value.requires_grad):
