@@ -74,6 +74,7 @@ from ampguard.compat.modes import (
 from ampguard.compat.modules import (
     MODULE_BACKWARD_HOOK,
     Paused,
+    StandingIn,
     all_parameters,
     buffers_of,
     call_while_paused,
@@ -256,6 +257,7 @@ __all__ = [
     "DispatchMode",
     "FunctionMode",
     "Paused",
+    "StandingIn",
     "add_to_all_",
     "all_parameters",
     "allow_one_more_compilation",

@@ -174,6 +174,12 @@ def functional_call() -> tuple[Any, str] | None:
     return (stateless, "_functional_call") if hasattr(stateless, "_functional_call") else None
 
 
+class StandingIn:
+    """How many sets of our own casts stand in the places of weights at present: what is there is not the script's doing."""
+
+    sets = 0
+
+
 _HIDING = {
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",

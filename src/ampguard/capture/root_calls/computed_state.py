@@ -48,6 +48,8 @@ class ComputedState:
     def before_call(self, module: nn.Module, log: EventLog) -> dict[str, Any]:
         """The weights of a module that has computed ones, by the paths of their places, and the lists in which they are kept
         beside, as the record keeps them; mostly nothing."""
+        if compat.StandingIn.sets:
+            return {}  # the guard's own casts (`--precision O2`), which it makes again by itself
         watched = self._watched.get(module)
         if watched is None:
             watched = self._watched.put(module, _Watched())
@@ -101,22 +103,13 @@ def _weights_of(part: nn.Module, prefix: str, first: Container[str], log: EventL
     computes (`weight_norm`) it computes anew in every call.
     """
     for name, weight in _parameters_of(part):
-        if not isinstance(weight, nn.Parameter) and (log.lookup(weight) is not None or _is_computed(weight)):
+        if not isinstance(weight, nn.Parameter):
             yield prefix + name, weight
     is_layer = type(part).__module__.startswith("torch.nn")
     for name, value in part.__dict__.items():
         is_hung = isinstance(value, Tensor) and compat.is_made(value) and (is_layer or prefix + name in first)
         if is_hung and not compat.hooks_of(part) and log.is_made_outside(value):
             yield prefix + name, value
-
-
-def _is_computed(weight: Tensor) -> bool:
-    """Whether it is more than a parameter in another precision, which the guard puts there by itself (`--precision O2`)."""
-    node = weight.grad_fn if compat.is_made(weight) else None
-    if node is None:
-        return False
-    behind = node.next_functions[0][0] if node.next_functions else None
-    return not (node.name() == "ToCopyBackward0" and behind is not None and "AccumulateGrad" in behind.name())
 
 
 def _kept_beside(parts: list[tuple[str, nn.Module]], weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class StandIns:
         for place, stand_in, _ in replaced:
             place.entries[place.name] = stand_in
         self._entered.append(_Entered(replaced, flat))
+        compat.StandingIn.sets += 1
         if self._beside is not None:
             self._undo.append(self._beside())
 
@@ -137,6 +138,7 @@ class StandIns:
         if self._undo:
             self._undo.pop()()
         entered = self._entered.pop()
+        compat.StandingIn.sets -= 1
         for place, stand_in, before in entered.replaced:
             now = place.entries.get(place.name)
             if now is stand_in:
