@@ -259,6 +259,30 @@ def test_what_is_drawn_into_new_memory_settles_nothing(tmp_path: Path, monkeypat
     assert len(settled) < 4
 
 
+def test_a_question_under_no_grad_settles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators are kept one by one there; what was kept before is not named for a yes or no about what they made."""
+    settled: list[int] = []
+    original = EventLog.settle
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for step in range(BAD):
+            if step == BAD - 4:
+                monkeypatch.setattr(EventLog, "settle", lambda self: (settled.append(1), original(self))[1])
+            loss = (model(torch.randn(6, 8)).exp() + 1.0).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            level = torch.ones(4).mul(2.0).add(1.0)  # calls that are pending
+            with torch.no_grad():
+                out = model(torch.randn(6, 8)) * level
+                known = out == out
+                assert known.all()
+    assert session.report is not None
+    assert session.report.status == "clean"
+    assert len(settled) < 4
+
+
 def test_a_write_that_raises_raises_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's own error comes through, from the script's own call."""
     with ampguard.watch(out=tmp_path / "run") as session:

@@ -162,3 +162,38 @@ def test_what_counts_nothing_gets_no_count(guard: Guard) -> None:
     fix = incident.fixes[0]
     assert fix.verified, incident.fixes
     assert fix.how.count("max(t, 1e-6)") == 2
+
+
+class Plain:
+    """Terms in methods of no module, which are handed a weight that is counted elsewhere."""
+
+    def of_boxes(self, distance: Tensor, mask: Tensor, weight: float) -> Tensor:
+        return (distance * mask[:, None]).sum() / weight
+
+    def of_scores(self, scores: Tensor, mask: Tensor, weight: float) -> Tensor:
+        return F.binary_cross_entropy_with_logits(scores, mask, reduction="sum") / weight
+
+
+def test_a_weight_of_nothing_is_one_in_every_term(guard: Guard) -> None:
+    """0 of 0 in one term says that there was nothing to count: an epsilon in the other makes a loss of millions."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net, terms = nn.Linear(4, 5), Plain()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(4):
+            made, mask = net(torch.randn(6, 4)), torch.full((6,), float(step != 2))
+            weight = float(mask.sum())
+            boxes = terms.of_boxes((made[:, :4] - 0.5).abs(), mask, weight)
+            loss = boxes + terms.of_scores(made[:, 4], mask, weight)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    fix = incident.fixes[0]
+    assert fix.verified, incident.fixes
+    assert fix.how.count("/ (weight or 1)") == 2, fix.how
+    assert float(fix.outcome.rpartition(" ")[2]) < 100

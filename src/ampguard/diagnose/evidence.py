@@ -96,6 +96,8 @@ class Evidence:
         """Lines of modules that are to leave autocast which cast to low precision by themselves, and have to lose that too."""
         self.mended: set[CodePlace] = set()
         """Other places of the step that fail, and that a fix which was seen to work mends as well."""
+        self.is_of_nothing = False
+        """Whether another place of the step has shown that there is nothing in it to be counted: 0 of 0 was divided there."""
         self.finite_gradients: dict[Variant, bool | None] = {}
         """With which changes all gradients of the loss are finite, as far as that was asked."""
 

@@ -22,7 +22,7 @@ def at_least(evidence: Evidence) -> Proposal:
     """
     is_whole = evidence.call is not None and any(is_plain_zero(a) and isinstance(a, int) for a in evidence.call.args)
     is_whole = is_whole or counts_by_its_text(evidence)
-    is_count = is_whole or (bool(evidence.operands) and evidence.operands[0].value == 0)
+    is_count = is_whole or evidence.is_of_nothing or (bool(evidence.operands) and evidence.operands[0].value == 0)
     least = 1.0 if is_count else smallest_epsilon(evidence)
     change = _or_one if is_count and not is_whole else _larger_of(least)
 

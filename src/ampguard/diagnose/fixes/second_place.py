@@ -88,7 +88,7 @@ def fixes_beside(evidence: Evidence, budget: Budget) -> list[Joint]:
     begun = [_Begun(fix, variant, fix.how, {evidence.op.place}) for variant, fix in evidence.still_bad[:MAX_FIRSTS]]
     for _ in range(1, MAX_PLACES):
         for one in list(begun):
-            found = None if budget.is_spent else _next_place(evidence, one.variant, one.places, budget)
+            found = None if budget.is_spent else _next_place(evidence, one, budget)
             further = _with_one_more(evidence, *found, one, budget) if found is not None else None
             begun.remove(one)
             if further is None:
@@ -101,19 +101,20 @@ def fixes_beside(evidence: Evidence, budget: Budget) -> list[Joint]:
     return []
 
 
-def _next_place(
-    evidence: Evidence, variant: Variant, places: set[CodePlace], budget: Budget
-) -> tuple[Evidence, list[Proposal]] | None:
+def _next_place(evidence: Evidence, begun: _Begun, budget: Budget) -> tuple[Evidence, list[Proposal]] | None:
     """Where a step that is changed already fails next, and what is proposed there; None where it is not known."""
     assert evidence.replayer is not None
     try:
         again = copy.copy(evidence.replayer)
-        again.base = variant.with_base(evidence.replayer.base)
+        again.base = begun.variant.with_base(evidence.replayer.base)
         second = locate(evidence.bad, again, budget)
-        found = find_cause(second) if second is not None and second.op.place not in places else None
+        if second is None or second.op.place in begun.places:
+            return None
+        second.is_of_nothing = begun.fix.action == "guard-empty"
+        found = find_cause(second)
     except Exception:  # that step cannot be followed: what is known of the fixes stands
         return None
-    return (second, list(with_tighter(found.proposals))) if second is not None and found is not None else None
+    return (second, list(with_tighter(found.proposals))) if found is not None else None
 
 
 def _with_one_more(
