@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint
 
+from ampguard.capture.protocol.hidden_averages import Seen
+
 Guard = Callable[..., Any]
 Write = Callable[[Tensor, Tensor, float], Any]
 
@@ -204,3 +206,14 @@ def test_an_average_that_a_module_writes_itself(write: Any, guard: Guard) -> Non
 )
 def test_what_a_module_writes_itself_and_is_right(write: Any, dtype: torch.dtype, guard: Guard) -> None:
     assert guard(lambda: train_momentum(write, dtype)).causes == []
+
+
+def test_new_memory_that_is_known_by_the_key_of_the_first_is_a_write() -> None:
+    """`k.data = ...` gives what was there before back, and what is made next may get its address again."""
+    weight = nn.Parameter(torch.randn(64, 64))
+    averages = [nn.Parameter(torch.randn(64, 64).bfloat16(), requires_grad=False) for _ in range(8)]
+    seen = [Seen.of(average, weight, 0) for average in averages]
+    for _ in range(200):
+        for average in averages:
+            average.data = average.data * 0.999
+        assert all(one.was_written(average, 10**6) for one, average in zip(seen, averages, strict=True))

@@ -31,6 +31,16 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0 if tensor.layout is torch.strided else _key_of_values(tensor)
 
 
+def reserve_storage_key(tensor: torch.Tensor) -> object:
+    """While what this returns lives no other memory gets the `storage_key` of this tensor's, though that be given back."""
+    try:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        return StorageWeakRef(tensor.untyped_storage())
+    except (ImportError, RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
 def _key_of_values(tensor: torch.Tensor) -> int:
     try:
         return int(stored_values(tensor).untyped_storage()._cdata)

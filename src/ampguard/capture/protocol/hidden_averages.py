@@ -38,13 +38,16 @@ class Seen:
     step: int
     values: Tensor
     memory: int
+    reserved: object
+    """Keeps that memory's key from being given to another: `p.data = ...` in each step may get the first address again."""
     version: int
 
     @classmethod
     def of(cls, parameter: Tensor, weight: Tensor, step: int) -> Seen:
         values = slice_of(parameter).clone()
-        memory = compat.storage_key(parameter)
-        return cls(weakref.ref(parameter), weakref.ref(weight), step, values, memory, compat.version_of(parameter))
+        memory, reserved = compat.storage_key(parameter), compat.reserve_storage_key(parameter)
+        version = compat.version_of(parameter)
+        return cls(weakref.ref(parameter), weakref.ref(weight), step, values, memory, reserved, version)
 
     def was_written(self, parameter: Tensor, step: int) -> bool:
         """In every step since, or given other memory."""
