@@ -97,7 +97,7 @@ def test_what_was_passed_over_is_told_of_the_first_failure_when_it_comes_back(gu
     assert run.faults == 0, run.stderr
     (incident,) = run.report.incidents
     assert (incident.cause, incident.step, incident.occurrences) == ("division-by-zero", BAD, 5)
-    assert incident.evidence["seen_in_step"] == BAD  # (no step was made of it)
+    assert incident.evidence["seen_in_step"] == BAD + 1
     assert not run.session._recorder.pace.is_attentive
 
 

@@ -22,6 +22,8 @@ from ampguard.capture.passes import Passes
 LONGEST_TURN = 8
 """Steps of one optimizer to one of another, in one iteration (a critic's); one that joins later than that joins late."""
 
+MOST_GIVEN_UP = 4096
+
 KEPT_STEPS = 64
 """Optimizers' steps remembered: which optimizer made them."""
 
@@ -69,6 +71,10 @@ class StepCounter:
         self._ended_by: weakref.ref[Optimizer] | None = None
         self._has_more = False
         """Whether that one has stepped once more since."""
+        self.given_up_in_all = 0
+        """Iterations that the script has given up without asking an optimizer."""
+        self.given_up: set[int] = set()
+        """Those of them that were given up for a loss or a gradient that was not finite."""
 
     @property
     def counts_backwards(self) -> bool:
@@ -95,9 +101,22 @@ class StepCounter:
         self._by_backward = self._passes.count
         return has_ended
 
-    def skipped_by_script(self) -> None:
+    def skipped_by_script(self, is_for_bad_numbers: bool) -> None:
         """The script has thrown an iteration's gradients away without asking an optimizer."""
+        if is_for_bad_numbers and len(self.given_up) < MOST_GIVEN_UP:
+            self.given_up.add(self.count)
+        self.given_up_in_all += 1
         self.count += 1
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether an optimizer's step was attempted, and nothing was differentiated since."""
+        return self.backwards > 0 and self._answered == self.backwards
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether all steps are made by one optimizer, as far as is known. (As the run ends it may be gone.)"""
+        return len(self._in_use) <= 1
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""

@@ -69,7 +69,7 @@ class LearningDynamics:
         self._step = 0
         self._is_sampled = False
         self._paused = 0.0
-        self.by_script = SkippedByScript()
+        self.by_script = SkippedByScript(recorder.steps.given_up)
         self.keeper = StretchKeeper(recorder, Alarm)
         self._situations = Situations(
             recorder, self.trajectory, self.keeper, self._hand_updates, rank, self._vitals.begins

@@ -204,7 +204,7 @@ class Session:
 
     def _judge_the_rest(self, error: BaseException | None) -> None:
         self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
-        self._calls.forward_begins()
+        self._calls.forward_begins(is_end=error is None)
         self._calls.run_ends()
         with left_by(error):
             self._barrier.call(self._recorder.flush, error)

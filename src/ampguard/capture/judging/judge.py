@@ -55,6 +55,10 @@ class Judge:
         self.own_scale = OwnScale()
         self.last_scale = 1.0
         """The script's own scale that the last loss carried."""
+        self.has_thrown_away = 0
+        """Backward passes whose gradients the script has thrown away, as the forward pass began that runs now."""
+        self.passes_given_up = 0
+        """Those of the last iteration that was given up."""
         self._differentiated_at = 0
         """Optimizer steps that had been attempted when the last loss was differentiated."""
         self.bad_loss_step: int | None = None
@@ -98,7 +102,7 @@ class Judge:
         if type(value) is not float or value - value != 0.0:
             return False
         factor = factor_of(loss)
-        self.last_scale = 1.0 if factor == 1.0 else self._own_scale(factor)
+        self.last_scale = 1.0 if factor == 1.0 and self.own_scale.present is None else self._own_scale(factor)
         self.losses.append(value / self.last_scale)
         self._differentiated_at = self._steps.attempts
         self._healthy.append(weakref.ref(loss))
@@ -136,20 +140,26 @@ class Judge:
                 and not loss.is_complex()
                 and (is_here or (compat.has_values(loss) and not is_capturing()))
             ):
-                factor = factor_of(loss)
-                scale = self.last_scale = 1.0 if factor == 1.0 else self._own_scale(factor)
+                scale = self.last_scale = self._own_scale(factor_of(loss))
                 value = float(loss.item()) if loss.is_cpu else loss.detach()
                 self.losses.append(value if scale == 1.0 else value / scale)
                 self._differentiated_at = self._steps.attempts
 
     def _own_scale(self, factor: float) -> float:
         """The scale of its own by which the script has multiplied a loss; lowered without a step, it has skipped one."""
+        passes, self.has_thrown_away = self.has_thrown_away, 0
         is_unused = bool(self.losses) and self._differentiated_at == self._steps.attempts
-        if is_unused and self.own_scale.was_lowered(factor) and not self._steps.counts_backwards:
-            self.skipped.append(self.take_losses())
-            self._steps.skipped_by_script()
-            self._log.iteration_start = self._log.closed_until
+        if is_unused and not self._steps.counts_backwards and self.own_scale.was_lowered(factor, bool(passes)):
+            self.own_scale.lowered(factor)
+            self.give_up(passes, is_for_bad_numbers=False)
         return self.own_scale.note(factor, len(self.losses))
+
+    def give_up(self, passes: int, is_for_bad_numbers: bool) -> None:
+        """The script has made no step with what it differentiated in these `passes` (0: not known how many)."""
+        self.skipped.append(self.take_losses())
+        self.passes_given_up, self.has_thrown_away = passes, 0
+        self._steps.skipped_by_script(is_for_bad_numbers)
+        self._log.iteration_start = self._log.closed_until
 
     def judge_replayed(self, losses: Sequence[Tensor], replay: GraphReplay) -> None:
         """Judge what the replay of a CUDA graph has differentiated. It is never waited for: that would leave the device idle.
@@ -209,6 +219,7 @@ class Judge:
         noted = self.losses[before:]
         are_numbers = len(noted) == len(losses) and {float}.issuperset(map(type, noted))
         if not (all(map(math.isfinite, noted)) if are_numbers else all(map(is_finite, losses))):
+            self.bad_loss_step = self._steps.count
             self._report(BadResult("loss", "train", self._steps.count, StepRecord(), ()))
 
     def read(self, tensor: Tensor, value: Any) -> None:

@@ -18,6 +18,8 @@ SMALLEST_POWER = 256.0
 SAME = 1e-6
 LOWERED = 0.75
 """Of the last scale: what lies below has been lowered, as after an overflow."""
+RISEN = 2.0
+"""A scale rises by this at most from one iteration to the next."""
 POSITIONS = 8
 """Losses of one iteration whose factors are told apart."""
 
@@ -31,15 +33,33 @@ class OwnScale:
         self._at: dict[int, float] = {}
         """The last factor of the first, the second, ... loss of an iteration."""
         self._varies: set[int] = set()
+        self._is_small = False
+        """Whether it was lowered so far that by its size it might be any factor."""
 
-    def was_lowered(self, factor: float) -> bool:
-        """Whether this factor is the scale that was in use, after it has been lowered."""
-        return self.present is not None and SMALLEST_FACTOR <= factor <= LOWERED * self.present
+    def was_lowered(self, factor: float, is_thrown_away: bool = False) -> bool:
+        """Whether this factor is the scale that was in use, after it has been lowered.
+
+        `is_thrown_away`: the gradients of the losses before it are gone, and nobody has made a step with them. By that, a
+        factor which had not been known for a scale shows itself as one, and so does one that is near 1, or below.
+        """
+        before = self._at.get(0) if self.present is None and is_thrown_away else self.present
+        smallest = 0.0 if is_thrown_away else SMALLEST_FACTOR
+        return before is not None and factor > 0.0 and smallest <= factor <= LOWERED * before
+
+    def lowered(self, factor: float) -> None:
+        """It is the scale, and was lowered to this."""
+        self.present = factor
+        self._varies |= {0, *self._at}
+        self._is_small = factor < SMALLEST_FACTOR
 
     def note(self, factor: float, position: int) -> float:
         """The scale that loss number `position` of the running iteration carries; 1 for none."""
         if factor < SMALLEST_FACTOR:
+            if self._is_present(factor):
+                self.present = factor
+                return factor
             return 1.0
+        self._is_small = False
         position = min(position, POSITIONS)
         known = self._at.get(position)
         if known is not None and abs(factor / known - 1.0) > SAME:
@@ -50,9 +70,17 @@ class OwnScale:
         self.present = factor
         return factor
 
+    def _is_present(self, factor: float) -> bool:
+        """Whether a small factor is the scale, which is small by now, and may have risen a little since."""
+        return (
+            self._is_small and self.present is not None and (1 - SAME) * self.present <= factor <= RISEN * self.present
+        )
+
     def of_replayed(self, loss: Tensor) -> float:
         """The scale that a loss carries which is differentiated once more."""
         factor = factor_of(loss)
+        if factor < SMALLEST_FACTOR and self._is_present(factor):
+            return factor
         is_scale = self.present is not None and factor >= SMALLEST_FACTOR
         return factor if is_scale and (self._varies or is_usual_scale(factor)) else 1.0
 

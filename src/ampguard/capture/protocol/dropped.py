@@ -10,10 +10,13 @@ from __future__ import annotations
 import weakref
 from threading import get_ident
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.protocol.given_up import GivenUp, cleared_by
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.passed_over import PassedOver
 from ampguard.capture.record import BackwardCall, Line, RootCall
@@ -36,7 +39,7 @@ LIVE_LOOKS = 100
 class DroppedGradients:
     """Counts backward passes between steps."""
 
-    def __init__(self, recorder: FlightRecorder, moves: Moves) -> None:
+    def __init__(self, recorder: FlightRecorder, moves: Moves, models: Models) -> None:
         self.waiting = 0
         """Backward passes since the last step."""
         self.usual = 1
@@ -48,11 +51,15 @@ class DroppedGradients:
         self._has_stepped = False
         self._first_looks = FIRST_LOOKS
         self._passed_over = PassedOver(recorder, moves)
+        self._given_up = GivenUp(recorder, moves, models)
 
     def stepped(self) -> None:
         """An optimizer's step was attempted."""
+        self.waiting -= self._given_up.passes_before()
         if self.waiting > self.usual:
             self.usual = self.waiting
+        if self.waiting:
+            self._given_up.stepped()
         self.waiting = 0
         if not self._has_stepped:
             self._passed_over.begin()
@@ -62,43 +69,61 @@ class DroppedGradients:
                 self._moves.listener.on_suspicion(("stuck", watch), None, 0)
             self._left.clear()
 
-    def look(self, cleared_at: Line | None = None) -> None:
+    def look(
+        self, cleared_at: Line | None = None, of: Optimizer | nn.Module | None = None, is_end: bool = False
+    ) -> None:
         """The step that was due is passed over: have bad gradients judged, while the record of their making is there.
 
-        `cleared_at`: where the script is about to clear them, so no later step is to use them.
+        `cleared_at`: where the script is about to clear those of `of`, so no later step is to use them. `is_end`: the run
+        ends, as the script wants it to.
         """
-        recorder = self._recorder
-        if recorder.turns.thread != get_ident():
+        if self._recorder.turns.thread != get_ident():
             return  # the record is of another thread's step
         if self._moves.is_lost:
             self.waiting = 0
             return
+        if self._recorder.steps.is_answered:
+            self.stepped()  # one that was held off, or that an engine has left out
+            return
+        self.waiting -= self._given_up.passes_before()
+        if self.waiting < self.usual:
+            return
+        is_bad = self._judge(cleared_at)
+        if is_end:
+            self._given_up.run_ends(self.waiting, is_bad)
+        elif self._given_up.look(self.waiting, is_bad, cleared_by(of) if of is not None else None):
+            self.waiting = 0
+
+    def _judge(self, cleared_at: Line | None) -> bool:
+        """Whether some gradient was seen not to be finite."""
+        recorder = self._recorder
         if not self._has_stepped:
             self._first_looks -= 1
             if recorder.steps.counts_backwards:  # (where one has stepped, it may be gone by now)
-                return
+                return False
         if recorder.counting or self._first_looks < 0:
-            return
+            return False
         if not self._ends_with_backward():
-            return
+            return False
         held = [
             p for watch in self._moves.mine() for p in watch.parameters() if p.grad is not None
         ] or self._of_called()
         bad = {id(p): p for p in held if p.grad is not None and not _is_finite(p.grad)}
         if not bad:
             self._left.clear()
-            return
+            return False
         scaler = recorder.scaling.scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
         recorder.judge.gradients.are_bad(held, scale, is_held_off=True, is_passed_over=cleared_at is not None)
         if scaler is not None and scale is not None and cleared_at is not None:
             self._passed_over.note(scaler, scale, bad, cleared_at, self._has_stepped)
         if not self._has_stepped:
-            return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
+            return True  # perhaps the first window of an accumulation, in which the loss scale is too high yet
         for watch in self._moves.mine():
             worst = next((p for p in watch.parameters() if id(p) in bad), None)
             if worst is not None and worst.grad is not None:
                 self._note_left(watch, worst.grad)
+        return True
 
     def _of_called(self) -> list[Tensor]:
         """Of what was called, where the function that trained has returned and its optimizer is gone."""

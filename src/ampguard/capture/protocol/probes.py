@@ -70,11 +70,11 @@ class CallProbes:
         witness.patches.replace(torch, "save", lambda original: _by_position(saving(original), ("obj", "f")))
         witness.patches.replace(pickle, "dump", lambda original: _by_position(saving(original), ("obj", "file")))
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, is_end: bool = False) -> None:
         """A root module is about to be called, or the run ends: was the step of the last gradients passed over?"""
         witness, dropped = self._witness, self._witness.dropped
         if dropped.waiting >= dropped.usual and get_ident() == witness.training.ident:
-            witness.guarded(dropped.look)
+            witness.guarded(dropped.look, None, None, is_end)
 
     def run_ends(self) -> None:
         """The script is over: what is only suspected is looked at once more."""

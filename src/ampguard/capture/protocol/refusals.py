@@ -69,6 +69,8 @@ class Refusals:
         moved = watch is not None and watch.weights_moved()
         window = self._windows.get(watch) if watch is not None else None
         breaches = machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved, window))
+        if step - 1 in moves.recorder.steps.given_up and any(breach.facts.get("next_iteration") for breach in breaches):
+            step -= 1  # it was left behind the first call, and the second is told as part of the next
         moves.tell([self.explain(breach) for breach in breaches], step)
 
     def _is_behind_step(self, call: str, reason: str, watch: OptimizerWatch | None) -> bool:

@@ -118,6 +118,7 @@ class Vitals:
         scale = self._scale_now()
         if scale is None and judge.own_scale.present is not None:
             scale = judge.own_scale.present
+        if judge.skipped:
             self._skipped_by_script(step)
         seconds = max(0.0, now - self._started - seconds_of_ours)
         self._norms, self._skips = [], []

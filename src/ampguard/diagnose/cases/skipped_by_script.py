@@ -7,7 +7,7 @@ poisoned a running statistic, and a later failure is due to that: then it is wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 from torch import Tensor
@@ -28,7 +28,9 @@ PHASES = ("data", "forward", "loss", "backward")
 class SkippedByScript:
     """Follows which steps were made with a bad loss, to tell at the end which bad losses no update was made with."""
 
-    def __init__(self) -> None:
+    def __init__(self, given_up: Container[int] = ()) -> None:
+        self._given_up = given_up
+        """Steps that the script has made no update in, because of numbers that were not finite."""
         self.somebody_else_does = False
         """Whether the guard itself, or an engine, holds off bad steps or makes them again."""
         self._spoiled: set[int] = set()
@@ -39,6 +41,8 @@ class SkippedByScript:
     def ended(self, vitals: StepVitals) -> None:
         """An iteration is over."""
         self._last = vitals.step
+        if vitals.step in self._given_up:
+            return
         is_bad = vitals.loss is not None and not math.isfinite(vitals.loss)
         if (is_bad or vitals.skipped) and len(self._spoiled) < MOST_SPOILED:
             self._spoiled.add(vitals.step)

@@ -62,10 +62,10 @@ class OptimizerProbe:
             watch.lost_one = watch.steps > 0
             self._bring(optimizer, optimizer.param_groups[-1:], frame)
 
-    def _passed_over(self, frame: Frame) -> None:
+    def _passed_over(self, module: nn.Module, frame: Frame) -> None:
         dropped = self._witness.dropped
         if dropped.waiting >= dropped.usual:
-            dropped.look(script_line(frame))
+            dropped.look(script_line(frame), module)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         witness, moves = self._witness, self._witness.moves
@@ -143,7 +143,7 @@ class OptimizerProbe:
             if get_ident() != training.ident and not guarded(training.hears, optimizer):
                 return original(optimizer, *args, **kwargs)
             if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
-                guarded(dropped.look, script_line(sys._getframe(1)))
+                guarded(dropped.look, script_line(sys._getframe(1)), optimizer)
             result = original(optimizer, *args, **kwargs)
             if recorder.paused:
                 guarded(training.missed)
@@ -177,7 +177,7 @@ class OptimizerProbe:
                 return original(module, *args, **kwargs)
             if window.is_open and not is_other:
                 guarded(window.close)
-            guarded(self._passed_over, sys._getframe(1))
+            guarded(self._passed_over, module, sys._getframe(1))
             result = original(module, *args, **kwargs)
             guarded(moves.cleared_by_module, module, sys._getframe(1))
             return result

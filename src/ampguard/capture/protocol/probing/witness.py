@@ -61,7 +61,7 @@ class Witness:
         self.kept = KeptQuantities(self.moves, OwnMoves(self.moves, self.own_updates))
         self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
         close.on_gradient = self.window.arrives
-        self.dropped = DroppedGradients(recorder, self.moves)
+        self.dropped = DroppedGradients(recorder, self.moves, self.models)
         self.joined = JoinedParameters(self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
