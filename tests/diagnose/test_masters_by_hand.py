@@ -99,6 +99,19 @@ def test_a_limit_that_true_gradients_do_not_reach(guard: Guard) -> None:
     assert 1.0 < incident.evidence["update_too_small_by"] < SCALE / 10
 
 
+def test_gradients_that_the_script_has_dropped_are_not_clipped(guard: Guard) -> None:
+    """The model's are gone once the masters have theirs, divided."""
+
+    class Drops(OldWay):
+        def copy(self) -> None:
+            for master, p in zip(self.masters, self.weights, strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float().mul_(1.0 / SCALE)
+                p.grad = None
+
+    assert not guard(lambda: Drops("cl", limit=100.0).train()).report.incidents
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -174,6 +174,42 @@ def test_epsilon_is_printed_where_it_was_tried(guard: Guard, name: str, line: st
     assert [(f.how, f.verified) for f in run.first.fixes if f.action == "add-epsilon"] == [(line, True)]
 
 
+class Unscales(torch.optim.Optimizer):
+    """Its `step` is told by what the gradients are to be divided."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, inv_scale: Any, *, power: int = 2) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            g = p.grad * inv_scale
+            v = self.state[p].setdefault("v", torch.zeros_like(p)).add_(g**power)
+            p.sub_(g / v.sqrt(), alpha=1e-3)  # <- here
+
+
+@pytest.mark.parametrize("scale", [1e-30, torch.tensor(1e-30)])
+def test_what_a_step_is_called_with_is_part_of_it(guard: Guard, scale: Any) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(6, 3)
+        optimizer = Unscales(model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).exp().sum().backward()
+            optimizer.step(scale * 1e30 if step < 2 else scale, power=2 if step < 3 else 4)
+            if step < 2:
+                optimizer.state.clear()
+
+    run = guard(body)
+
+    assert run.faults == 0, run.stderr
+    first = run.first
+    assert (first.cause, first.step, first.op) == ("optimizer-underflow", 2, "aten.div.Tensor")
+    assert first.location.line == marked(Unscales)
+    assert [fix.action for fix in first.fixes if fix.verified] == ["add-epsilon"]
+
+
 @pytest.mark.parametrize("kind", [Normalised, HandMadeAdam, FourthPower, StateCountsFromZero])
 def test_what_stays_finite_is_not_accused(guard: Guard, kind: type[Own]) -> None:
     class Sound(kind):  # type: ignore[misc,valid-type]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
-from ampguard.capture.protocol.own_steps import Counters
+from ampguard.capture.protocol.own_steps import Arguments, Counters
 from ampguard.capture.record import Line
 from ampguard.capture.sampling.copies import Snapshot, parameters_of, take_snapshot
 from ampguard.numerics import is_finite
@@ -61,24 +61,25 @@ class SteppedAgain:
 class OwnStep:
     """One step of one optimizer, to be run as often as asked."""
 
-    def __init__(self, optimizer: Optimizer, counters: Counters, snapshot: Snapshot) -> None:
+    def __init__(self, optimizer: Optimizer, counters: Counters, arguments: Arguments, snapshot: Snapshot) -> None:
         self._optimizer = optimizer
         self._counters = counters
+        self._arguments = arguments
         self._snapshot = snapshot
         self._share_of_gradients = 1.0
 
     def with_little_gradients(self) -> OwnStep:
         """The same step, in which what was added up in the state stays as the step has left it, nearly."""
-        other = OwnStep(self._optimizer, self._counters, self._snapshot)
+        other = OwnStep(self._optimizer, self._counters, self._arguments, self._snapshot)
         other._share_of_gradients = LITTLE
         return other
 
     @staticmethod
-    def of(optimizer: Optimizer, counters: Counters) -> OwnStep | None:
+    def of(optimizer: Optimizer, counters: Counters, arguments: Arguments) -> OwnStep | None:
         """None where the optimizer cannot be copied."""
         with compat.unseen():
             snapshot = take_snapshot([optimizer])
-        return None if isinstance(snapshot, str) else OwnStep(optimizer, counters, snapshot)
+        return None if isinstance(snapshot, str) else OwnStep(optimizer, counters, arguments, snapshot)
 
     def again(
         self,
@@ -98,7 +99,7 @@ class OwnStep:
             try:
                 watching.begin()
                 try:
-                    compat.step_without_hooks(self._optimizer)(fresh)
+                    compat.step_without_hooks(self._optimizer)(fresh, *self._arguments.args, **self._arguments.kwargs)
                 finally:
                     watching.end()
             except Exception:

@@ -156,7 +156,7 @@ class HandScale:
         done = [w for w, scaled in self._scaled.items() if _is(scaled.ratio(), scaled.scale)]
         for watch in done:
             del self._scaled[watch]
-        self._sources = [scaled for scaled in self._sources if not _is(scaled.ratio(), scaled.scale)]
+        self._sources = [s for s in self._sources if s.parameter.grad is not None and not _is(s.ratio(), s.scale)]
 
     def _follow_copies(self, watches: Iterable[OptimizerWatch]) -> None:
         """Gradients that were copied to masters since the backward pass are followed there."""

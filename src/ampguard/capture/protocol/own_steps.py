@@ -40,6 +40,20 @@ CLOSELY_STEPS = 3
 NUMBERS = (int, float, bool, str, type(None))
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a step was called with, beside the optimizer: `opt.step(inv_scale=1 / scale)`."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether the step can be run again with them: a closure would run the model again."""
+        values = (*self.args, *self.kwargs.values())
+        return all(isinstance(v, NUMBERS) or (isinstance(v, Tensor) and v.numel() == 1) for v in values)
+
+
 @dataclass(slots=True)
 class Counters:
     """The plain numbers of an optimizer before a step: its attributes, and its state by the parameter's identity."""
@@ -93,17 +107,17 @@ class OwnSteps:
             self._known[optimizer] = {id(p) for p in bad_ones(parameters_of([optimizer]))}
         self._spent += time.perf_counter() - start
 
-    def after(self, optimizer: Optimizer, has_arguments: bool, frame: Frame) -> None:
+    def after(self, optimizer: Optimizer, arguments: Arguments, frame: Frame) -> None:
         """A parameter that is not finite although its optimizer's gradients are is the step's own doing."""
         counters, self._counters = self._counters, None
-        if counters is None or has_arguments:
-            return  # a closure would run the model again
+        if counters is None or not arguments.are_numbers:
+            return
         start = time.perf_counter()
         bad = self._made_bad(optimizer)
         self._spent += time.perf_counter() - start
         if bad:
             self._told.add(optimizer)
-            self._tell(optimizer, bad, counters, frame)
+            self._tell(optimizer, bad, {"counters": counters, "arguments": arguments}, frame)
 
     def _looks_now(self, optimizer: Optimizer, now: float) -> bool:
         steps = self._steps[optimizer]
@@ -119,10 +133,10 @@ class OwnSteps:
         bad = [p for p in bad_ones(held) if id(p) not in self._known.get(optimizer, ())]
         return [] if bad_ones([p.grad for p in held if p.grad is not None]) else bad
 
-    def _tell(self, optimizer: Optimizer, bad: list[Tensor], counters: Counters, frame: Frame) -> None:
+    def _tell(self, optimizer: Optimizer, bad: list[Tensor], before: dict[str, Any], frame: Frame) -> None:
         moves = self._moves
         watch = moves.watches.optimizer(optimizer)
-        facts = {"parameters": bad, "counters": counters}
+        facts = {"parameters": bad, **before}
         moves.tell([Breach("optimizer-underflow", watch, None, None, script_line(frame), None, facts)], moves.attempt)
 
 

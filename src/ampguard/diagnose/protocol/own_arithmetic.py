@@ -43,7 +43,7 @@ def optimizer_underflow(scene: Scene) -> Telling:
     watch = scene.breach.optimizer
     optimizer = watch.ref() if isinstance(watch, OptimizerWatch) else None
     module = module_of_parameter(scene.parameters[0]) if scene.hangs_in_module(scene.parameters[0]) else None
-    step = OwnStep.of(optimizer, scene.facts["counters"]) if optimizer is not None else None
+    step = OwnStep.of(optimizer, scene.facts["counters"], scene.facts["arguments"]) if optimizer is not None else None
     ran = step.again() if step is not None else None
     if step is not None and ran is not None and ran.is_finite:
         step = step.with_little_gradients()

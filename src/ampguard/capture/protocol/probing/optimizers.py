@@ -15,6 +15,7 @@ from ampguard import compat
 from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
+from ampguard.capture.protocol.own_steps import Arguments
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.scans import LOOKS
 from ampguard.capture.protocol.script_lines import script_line
@@ -96,8 +97,7 @@ class OptimizerProbe:
         if witness.moves.stepping is None and witness.recorder.active and not witness.recorder.paused:
             self._directly_stepped(optimizer, sys._getframe(1))
         if self._may_be_own(type(optimizer), True) and witness.own_steps.is_own(optimizer) and self._is_followed:
-            has_arguments = len(args) > 1 or bool(kwargs)
-            witness.guarded(witness.own_steps.after, optimizer, has_arguments, sys._getframe(1))
+            witness.guarded(witness.own_steps.after, optimizer, Arguments(args[1:], kwargs), sys._getframe(1))
 
     def _directly_stepped(self, optimizer: Optimizer, frame: Frame) -> None:
         witness, moves = self._witness, self._witness.moves
