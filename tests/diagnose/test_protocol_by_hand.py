@@ -218,6 +218,45 @@ def test_a_hook_that_clips_the_norm_of_scaled_gradients(behind: bool, guard: Gua
     assert "clip_grad_norm_(p, 0.05)" in incident.fixes[0].how
 
 
+def by_weights(share: float, start: int = 0) -> Callable[[], None]:
+    """Adaptive gradient clipping in a hook, from iteration `start` on; the zeros among the weights have a limit of their own."""
+
+    @torch.no_grad()
+    def adaptive(p: Tensor) -> None:
+        assert p.grad is not None
+        size = lambda t: t.norm() if t.dim() < 2 else t.norm(dim=1, keepdim=True)  # noqa: E731
+        p.grad.mul_((share * size(p).clamp(min=1e-3) / size(p.grad).clamp(min=1e-6)).clamp(max=1.0))
+
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        nn.init.zeros_(list(model.parameters())[-1])
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(4):
+            if step == start:
+                for p in model.parameters():
+                    p.register_post_accumulate_grad_hook(adaptive)
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt)
+            scaler.update()
+
+    return body
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_hook_that_clips_scaled_gradients_by_their_weights(start: int, guard: Guard) -> None:
+    incident = only(guard(by_weights(0.02, start)))
+    assert (incident.cause, incident.severity, incident.step) == ("clip-before-unscale", "error", start)
+    assert incident.evidence["limit_in_hook"] == pytest.approx(0.02, rel=1e-3)
+    assert incident.location is not None
+    assert incident.location.function == "adaptive"
+    assert "0.02 of theirs" in incident.explanation
+
+
+def test_a_hook_that_would_clip_by_weights_and_has_nothing_to_do(guard: Guard) -> None:
+    assert is_silent(guard(by_weights(1e9)))
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_hook_that_halves_all_gradients_is_no_clipping(behind: bool, guard: Guard) -> None:
     assert is_silent(guard(hooked(0.05, behind, by_norm=False)))

@@ -145,7 +145,7 @@ class CloseLook:
             return
         breaches = machine.feed(Read(clip.watch, clip.where, clips=True))
         for breach in breaches:
-            breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
+            breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limit_of": clip.of}
             breach.facts["within_graph"] = within_graph
         moves.second_looks.tell(breaches, clip.watch)
 

@@ -8,6 +8,7 @@ iterations that are looked at closely: then a hook is put in its place that call
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,8 +161,8 @@ def _is_filled(cell: Any) -> bool:
 
 
 def code_of(hook: Any) -> CodeType | None:
-    """What a hook runs: a function, a method, a partial of one, or an object that can be called."""
-    hook = getattr(hook, "func", hook)
+    """What a hook runs: a function, decorated or not, a method, a partial of one, or an object that can be called."""
+    hook = inspect.unwrap(getattr(hook, "func", hook))
     code = getattr(hook, "__code__", None)
     if code is None and callable(hook):
         code = getattr(type(hook).__call__, "__code__", None)

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,16 +28,21 @@ SMALLEST_LIMIT = 1e-3
 SAME_NORM = 1e-3
 OTHER_FACTOR = 1e-2
 CHOSEN = 1e-5
+FEWEST_ROWS = 4
+MOST_ROWS = 0.8
+"""Of the rows that a limit has shrunk, how many lie on it; weights near 0 may have a limit of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookClip:
-    """A hook that clips: whose gradients, where it is written, to which limit, of each value or of a parameter's norm."""
+    """A hook that clips: whose gradients, where it is written, to which limit, and the limit of what."""
 
     watch: OptimizerWatch
     where: Line | None
     limit: float
-    by_norm: bool
+    of: Literal["value", "norm", "unit"]
+    """Of each value, of a parameter's norm, or of the norm of each row beside that of its weights (Brock et al. 2021,
+    adaptive gradient clipping)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class _Passage:
         for where, before, after in self.changes():
             limit = clipped_at(before, after)
             if limit is not None:
-                return HookClip(self.watch, where, limit, by_norm=False)
+                return HookClip(self.watch, where, limit, "value")
         return None
 
     def divides_by(self, scale: float) -> tuple[Line | None] | None:
@@ -173,7 +178,7 @@ class LeafHooks:
             clip = passage.clips()
             if clip is not None:
                 found.setdefault(passage.watch, clip)
-        for clip in _by_norm((p.watch, *change) for p in passages for change in p.changes()):
+        for clip in (*_by_unit(passages), *_by_norm((p.watch, *change) for p in passages for change in p.changes())):
             found.setdefault(clip.watch, clip)
         return list(found.values())
 
@@ -183,7 +188,7 @@ def clip_of(watch: OptimizerWatch, changes: Sequence[tuple[Line | None, Tensor, 
     for where, before, after in changes:
         limit = clipped_at(before, after)
         if limit is not None:
-            return HookClip(watch, where, limit, by_norm=False)
+            return HookClip(watch, where, limit, "value")
     by_norm = _by_norm((watch, *change) for change in changes)
     return by_norm[0] if by_norm else None
 
@@ -211,8 +216,53 @@ def _by_norm(changes: Iterable[tuple[OptimizerWatch, Line | None, Tensor, Tensor
         same = [f for _, f, norm in seen if abs(norm / limit - 1.0) < SAME_NORM]
         are_alike = len(same) == len(seen)
         if are_alike and (any(abs(f / factor - 1.0) > OTHER_FACTOR for f in same) or is_chosen(limit)):
-            found.append(HookClip(watch, where, limit, by_norm=True))
+            found.append(HookClip(watch, where, limit, "norm"))
     return found
+
+
+def _by_unit(passages: Iterable[_Passage]) -> list[HookClip]:
+    """Hooks that have brought the rows of gradients to one share of the norms of their weights, each by another factor."""
+    rows: dict[tuple[OptimizerWatch, int], tuple[Line, list[Tensor]]] = {}
+    for passage in passages:
+        for where, before, after in passage.changes():
+            shrunk = _shrunk_rows(before, after, passage.parameter) if where is not None else None
+            if shrunk is not None and where is not None:
+                rows.setdefault((passage.watch, id(where.code)), (where, []))[1].append(shrunk)
+    found = []
+    for (watch, _), (where, seen) in rows.items():
+        factors, shares = torch.cat(seen, dim=1)
+        limit = float(shares.median()) if shares.numel() >= FEWEST_ROWS else 0.0
+        if not limit or float(factors.max() / factors.min()) < 1.0 + OTHER_FACTOR:
+            continue
+        if float(((shares / limit - 1.0).abs() < SAME_NORM).double().mean()) >= MOST_ROWS:
+            found.append(HookClip(watch, where, limit, "unit"))
+    return found
+
+
+def _shrunk_rows(before: Tensor, after: Tensor, weights: Tensor) -> Tensor | None:
+    """Of each row that was multiplied by a factor below 1: (the factor, its norm now over that of the weights), (2, rows).
+
+    A vector is one row. None where something else was done to some row. Waits for the device.
+    """
+    if (
+        not before.shape == after.shape == weights.shape
+        or before.is_sparse
+        or before.is_complex()
+        or not before.numel()
+    ):
+        return None
+    with torch.no_grad(), compat.unseen():
+        count = before.shape[0] if before.dim() > 1 else 1
+        a, b, w = (t.detach().double().reshape(count, -1) for t in (before, after, weights))
+        norm = a.norm(dim=1)
+        has_any = (norm > 0) & (w.norm(dim=1) > 0)
+        a, b, w, norm = a[has_any], b[has_any], w[has_any], norm[has_any]
+        factor = (a * b).sum(1) / norm.square()
+        is_of_factor = (b - factor[:, None] * a).norm(dim=1) <= SAME_NORM * b.norm(dim=1)
+        if not bool((is_of_factor & (factor > 0) & (factor < 1.0 + SAME_NORM)).all()):
+            return None
+        is_less = factor < 1.0 - SAME_NORM
+        return torch.stack((factor, b.norm(dim=1) / w.norm(dim=1)))[:, is_less]
 
 
 def is_chosen(norm: float) -> bool:

@@ -56,10 +56,15 @@ def clip_before_unscale(scene: Scene) -> Telling:
         )
         if scene.facts.get("within_graph"):
             how = f"multiply the limit by the loss scale, which these gradients carry: {limit:g} * {scaler}.get_scale()"
-        elif scene.facts.get("limits_norm"):
+        elif scene.facts["limit_of"] == "norm":
             how = (
                 f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); for p in parameters: "
                 f"torch.nn.utils.clip_grad_norm_(p, {limit:g})"
+            )
+        elif scene.facts["limit_of"] == "unit":
+            how = (
+                f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); for p in parameters: "
+                f"what {at(scene.again)} does"
             )
     elif scene.facts.get("taken"):
         how = (
@@ -157,7 +162,12 @@ def _by_hand(scene: Scene) -> str:
     carried = f" They carry the loss scale {scale} from {at(scene.first)}."
     if facts.get("multiplied_by") is None:
         of = "gradient" if facts.get("within_graph") else "parameter's gradient"
-        what = f"the norm of each {of}" if facts.get("limits_norm") else "each value"
+        share = f"{facts.get('limit_in_hook') or 0.0:.3g}"
+        limited = {
+            "norm": f"the norm of each {of}",
+            "unit": f"the norm of each row of weights' gradient, {share} of theirs,",
+        }
+        what = limited.get(facts.get("limit_of", ""), "each value")
         if facts.get("by_comparison"):
             what = "them"
         hook = "a hook runs inside the backward pass; " if facts.get("limit_in_hook") is not None else ""
