@@ -96,6 +96,10 @@ def test_what_follows_is_told_of_its_iteration(guard: Guard) -> None:
     run = guard(body)
     assert run.result > 6
     assert (run.first.cause, run.first.step) == ("division-by-zero", 19)
+    (settling,) = [i for i in run.report.incidents if i.cause == "loss-scale-overflow"]
+    assert settling.severity == "info"
+    assert "scaler" not in settling.explanation, "there is none"
+    assert "call-order" not in [fix.action for fix in settling.fixes]
 
 
 class Loop:

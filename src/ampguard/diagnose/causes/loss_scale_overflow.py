@@ -103,12 +103,19 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
         advice = (
             "unscale first, so that the scaler sees what overflows: scaler.unscale_(optimizer); then replace as here"
         )
+    elif evidence.bad.is_passed_over and evidence.bad.is_own_scale:
+        text += (
+            " The script gives the step up: normal while a scale that it lowers each time finds where it fits; at one that "
+            "stays, the step is lost."
+        )
+        advice = "nothing to do where the script lowers its scale now"
     elif evidence.bad.is_passed_over:
         text += " The script gives the step up before the scaler sees it: it is lost, and nothing lowers the scale."
         advice = "let the scaler skip it and lower the scale: call its step() and update() here too"
     elif evidence.bad.is_held_off:
         text += " The scaler skipped this step and lowers the scale: normal while it finds the scale that fits."
-    wait = Proposal("call-order" if is_replaced or evidence.bad.is_passed_over else "wait", None, advice)
+    is_out_of_order = is_replaced or (evidence.bad.is_passed_over and not evidence.bad.is_own_scale)
+    wait = Proposal("call-order" if is_out_of_order else "wait", None, advice)
     how = f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})"
     if evidence.bad.is_own_scale:
         how = (
