@@ -31,6 +31,20 @@ def test_gradients_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
         assert read_report(tmp_path / name).incidents == (), name
 
 
+def test_gradients_averaged_behind_unscale(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The weights of one rank are NaN since, and so is what it sends: nothing is the same bit for bit any more."""
+    ended = two_ranks(SCRIPT, "averaged_behind_unscale")
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    first, *others = read_report(tmp_path / "averaged_behind_unscale").incidents
+    assert (first.cause, first.step) == ("rank-divergence", 5)
+    assert first.location is not None
+    assert first.location.code == "dist.all_reduce(p.grad)"
+    assert "Rank 0 skipped step 5, and rank 1 made it" in first.explanation
+    assert first.fixes[0].how.startswith("average the gradients before scaler.unscale_(optimizer)")
+    assert not any("gradients of that update were finite" in other.explanation for other in others)
+
+
 def test_gradients_of_a_part_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
     ended = two_ranks(SCRIPT, *FORGOTTEN, *HEALTHY_IN_PART)
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err

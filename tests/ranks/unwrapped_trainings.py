@@ -57,6 +57,25 @@ def sent_at_first() -> None:
     list(train(model))
 
 
+def averaged_behind_unscale() -> None:
+    """The scaler of each rank has looked at its own gradients before it gets those of the others, one batch's of them Inf."""
+    model = make(0)
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(12):
+        x = torch.randn(8, 6)
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * (1e36 if step == 5 and dist.get_rank() == 0 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def independent() -> None:
     """Two runs of their own under one launch."""
     list(train(make(dist.get_rank()), averaged=False))

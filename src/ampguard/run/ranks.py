@@ -45,6 +45,9 @@ COURSE = 72
 UNLIKE = 4
 """Comparisons in a row with other gradients, after which a model without a wrapper is each rank's own."""
 
+PROVEN = 2
+"""Comparisons in which weights and gradients were the same behind a reduction, after which a model is one that is kept alike."""
+
 PATIENCE_S = 10.0
 """At the end of a run that trained past DDP's wrapper: how long the first rank may take to come as far as this one."""
 
@@ -92,6 +95,8 @@ class RankWatch:
         """Iterations after which there was something to compare."""
         self._reduced_at: Line | None = None
         """Where the script has reduced gradients since the last comparison."""
+        self._is_behind_unscale = False
+        """And the scaler had divided them by then."""
         recorder.collectives.on_reduced = self._reduced
         recorder.on_first_update = functools.partial(self._barrier.call, self._first_update)
 
@@ -119,6 +124,8 @@ class RankWatch:
         if self._reduced_at is not None:
             return
         self._reduced_at = user_line(frame)
+        self._is_behind_unscale = self._recorder.scaling.is_unscaled
+        self._recorder.collectives.reduces_unscaled |= self._is_behind_unscale
         if not self._recorder.steps.attempts and not self._unwrapped.known and not self._replicas.are_any:
             self._unwrapped.look(self._calls())
             for model in self._unwrapped.known:
@@ -142,7 +149,7 @@ class RankWatch:
             self._unwrapped.look(calls)
         reduced_at, self._reduced_at = self._reduced_at, None
         for model in self._unwrapped.known:
-            model.looks_at(calls, self._recorder.collectives, reduced_at)
+            model.looks_at(calls, self._recorder.collectives, reduced_at, self._is_behind_unscale)
         known: list[Model] = [*self._replicas.known, *self._unwrapped.known]
         if self._outside is not None:
             self._outside.looks_at(calls, self._recorder.collectives)
@@ -190,6 +197,7 @@ class _Pair:
         """`by_hand`: whether the weights have to be alike, only equal gradients show."""
         self._by_hand = by_hand
         self._unlike = 0
+        self._proven = 0
         self._exchange = exchange
         self._rank = rank
         self._first = first
@@ -241,11 +249,14 @@ class _Pair:
         course = first_difference(mine.course, theirs.course)
         if mine.digest == theirs.digest and course is None:
             self._last_equal = mine.step
+            self._proven += reduced is not None
             return
         other = self._exchange.sums_of(mine.number) if mine.digest != theirs.digest else None
         names = [] if other is None else differing(sums, other)
         forgotten: LeftOut | None = None
-        if self._by_hand and not self._are_averaged(sums, other):
+        is_by_hand = self._by_hand and self._are_averaged(sums, other)
+        was_averaged = reduced is not None and self._proven >= PROVEN and course is not None
+        if self._by_hand and not is_by_hand and not was_averaged:
             forgotten = _left_out(sums, other, reduced)
             if forgotten is None:
                 return
@@ -263,9 +274,10 @@ class _Pair:
             of,
             course,
             past,
-            self._by_hand,
+            is_by_hand,
             setting,
             forgotten,
+            reduced if was_averaged else None,
         )
         self._tell(rank_divergence(difference, mine.digest))
 

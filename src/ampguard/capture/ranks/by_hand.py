@@ -46,6 +46,8 @@ class Reduced:
     line: Line
     wrapped: int | None = None
     """How many weights that DDP model holds."""
+    is_behind_unscale: bool = False
+    """The scaler had divided the gradients by then, and looked whether they are finite."""
 
 
 class Unwrapped:
@@ -68,14 +70,17 @@ class Unwrapped:
         with torch.no_grad(), compat.unseen():
             self._began = {name: bit_sum(p) for name, p in trained(module)} if module is not None else {}
 
-    def looks_at(self, calls: Sequence[RootCall], collectives: Collectives, reduced_at: Line | None) -> None:
+    def looks_at(
+        self, calls: Sequence[RootCall], collectives: Collectives, reduced_at: Line | None, is_behind_unscale: bool
+    ) -> None:
         """See what an iteration has done. `reduced_at`: where it has reduced what may be gradients."""
         module = self._module()
         self.reduced = None
         if reduced_at is not None and module is not None:
             own_calls = (call.index for call in calls if call.module is module)
             if not collectives.are_in(own_calls):
-                self.reduced = Reduced(frozenset(name for name, p in trained(module) if p.dim() > 1), reduced_at)
+                matrices = frozenset(name for name, p in trained(module) if p.dim() > 1)
+                self.reduced = Reduced(matrices, reduced_at, is_behind_unscale=is_behind_unscale)
 
     def sums(self) -> tuple[list[str], list[Tensor]] | None:
         """Names and bit sums of its weights and of their gradients; None where it has none that lie here as a whole."""

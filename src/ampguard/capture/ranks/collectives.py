@@ -137,6 +137,8 @@ class Collectives:
         self.replay: Replay | None = None
         self.on_reduced: Callable[[FrameType], object] | None = None
         """Told where several numbers were reduced behind a backward pass: gradients, say."""
+        self.reduces_unscaled = False
+        """Whether that was so when the scaler had looked at this rank's own already."""
         self._log = log
         self._received: dict[int, list[Received]] = {}
         self._given: dict[int, tuple[Tensor, Received]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,12 +14,14 @@ MOST_GROUPS = 16
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """Each number of their parameter groups, by where it stands: `AdamW.param_groups[0]["lr"]`. Waits for no device.
+    """Each finite number of their parameter groups, by where it stands: `AdamW.param_groups[0]["lr"]`. Waits for no device.
 
     >>> import torch
     >>> found = settings_of([torch.optim.SGD([torch.ones(1)], lr=0.5)])
     >>> found['SGD.param_groups[0]["lr"]'], found['SGD.param_groups[0]["nesterov"]']
     (0.5, 0.0)
+    >>> [name for name in found if "params" in name.removeprefix("SGD.param_groups")]
+    []
     """
     found: dict[str, float] = {}
     names: dict[str, int] = {}
@@ -28,10 +31,13 @@ def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, float]:
         whose = name if names[name] == 1 else f"{name} (number {names[name]})"
         for number, group in enumerate(optimizer.param_groups[:MOST_GROUPS]):
             for key, value in group.items():
+                if key == "params":
+                    continue  # one of them may be a single number, too
                 numbers = _numbers_in(value)
                 for place, part in enumerate(numbers):
                     where = f"[{place}]" if isinstance(value, (tuple, list)) else ""
-                    found[f'{whose}.param_groups[{number}]["{key}"]{where}'] = part
+                    if math.isfinite(part):  # JSON has no others
+                        found[f'{whose}.param_groups[{number}]["{key}"]{where}'] = part
     return found
 
 

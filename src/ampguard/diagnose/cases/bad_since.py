@@ -97,7 +97,8 @@ class BadSince:
             incident = _without_initialising(incident)
         elif last_good is not None:
             facts["since_step"] = last_good
-            if changed is not None or is_incomplete or not self._recorder.steps.made_since(0):
+            is_reduced = self._recorder.collectives.reduces_unscaled
+            if changed is not None or is_incomplete or is_reduced or not self._recorder.steps.made_since(0):
                 facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
             text = f"The loss of step {last_good} was still finite{self._since(facts)}."
             if last_good == incident.step and self._is_of_another_model(facts):

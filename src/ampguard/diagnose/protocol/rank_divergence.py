@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ampguard.capture.ranks.by_hand import Reduced
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.settings import is_learning_rate
 from ampguard.capture.record import Line
@@ -44,6 +45,10 @@ BEGIN_ALIKE = (
 DECIDE_TOGETHER = (
     "let all ranks decide alike: flag = torch.tensor(float(bad)); torch.distributed.all_reduce(flag, "
     "op=torch.distributed.ReduceOp.MAX); then every rank skips, or none"
+)
+AVERAGE_FIRST = (
+    "average the gradients before scaler.unscale_(optimizer), so that the scaler of every rank sees what any rank's gradients "
+    "hold; or give all the same verdict: torch.distributed.all_reduce(found_inf, op=torch.distributed.ReduceOp.MAX)"
 )
 SAME_SCALE = (
     "make the scaler with the same init_scale on every rank, update it on every rank alike, and load its state on each: "
@@ -111,6 +116,8 @@ class Difference:
     """What the optimizers of the two step with that differs: where it stands, this rank's, the other's."""
     forgotten: LeftOut | None = None
     """Set where `by_hand` holds for a part of the weights alone."""
+    reduced: Reduced | None = None
+    """Where the script averages gradients: weights and gradients were alike by that before."""
 
 
 def rank_divergence(difference: Difference, digest: str) -> Incident:
@@ -150,7 +157,11 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         evidence["trained_past_wrapper"] = {"module": past.part, "type": past.type_name}
     if forgotten is not None:
         evidence["averaged_count"] = forgotten.averaged
+    reduced = difference.reduced
+    if reduced is not None and reduced.is_behind_unscale:
+        fixes.insert(0, Fix("call-order", None, AVERAGE_FIRST))
     line = past.line if past is not None else forgotten.line if forgotten is not None else None
+    line = reduced.line if reduced is not None else line
     return Incident(
         step=step,
         rank=difference.rank,
@@ -203,6 +214,16 @@ def _in_words(d: Difference, forgotten: LeftOut) -> str:
     )
 
 
+def _behind(reduced: Reduced) -> str:
+    at = words.line_name(reduced.line)
+    if not reduced.is_behind_unscale:
+        return f"The script averages the gradients over the ranks ({at})."
+    return (
+        f"The script averages the gradients ({at}) when each rank's scaler has looked at its own already: a rank whose own were "
+        f"finite steps with what the others bring, and one that skips is alone with that."
+    )
+
+
 def _sentences(d: Difference) -> list[str]:
     found = []
     if d.course is not None:
@@ -222,7 +243,9 @@ def _sentences(d: Difference) -> list[str]:
             f"after step {d.last_equal} they were equal" if d.last_equal is not None else "they were never seen equal"
         )
         consequence = "From here on the ranks train different models."
-        if d.by_hand:
+        if d.reduced is not None:
+            found.append(_behind(d.reduced))
+        elif d.by_hand:
             consequence = (
                 "Their gradients are the same, bit for bit, as averaged ones are: the ranks train different models."
             )
