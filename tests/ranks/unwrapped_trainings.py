@@ -58,16 +58,19 @@ def sent_at_first() -> None:
 
 
 def averaged_behind_unscale() -> None:
-    """The scaler of each rank has looked at its own gradients before it gets those of the others, one batch's of them Inf."""
+    """The scaler of each rank has looked at its own gradients before it gets those of the others, of which one batch's overflow."""
     model = make(0)
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(12):
         x = torch.randn(8, 6)
-        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(x)
+        is_odd = step == 5 and dist.get_rank() == 0
+        loss = (y.float().squeeze(1) - x.sum(1) * (4000.0 if is_odd else 1.0)).square().mean()
         optimizer.zero_grad()
-        scaler.scale(loss * (1e36 if step == 5 and dist.get_rank() == 0 else 1.0)).backward()
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         for p in model.parameters():
             dist.all_reduce(p.grad)
