@@ -210,6 +210,54 @@ def test_what_a_step_is_called_with_is_part_of_it(guard: Guard, scale: Any) -> N
     assert [fix.action for fix in first.fixes if fix.verified] == ["add-epsilon"]
 
 
+class Masters(Own):
+    """Keeps its moments in float32 beside weights of float16, until a checkpoint is loaded."""
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        g = p.grad.float()
+        v = state["v"] = 0.9 * state.get("v", torch.zeros_like(g)) + 0.1 * g * g
+        return (g / (v.sqrt() + 1e-8)).to(p.dtype)  # <- here
+
+
+@pytest.mark.parametrize("repairs", [False, True])
+def test_state_that_a_checkpoint_has_brought_in_low_precision(guard: Guard, repairs: bool) -> None:
+    def fresh() -> tuple[nn.Module, Masters]:
+        model = nn.Linear(6, 3).half()
+        return model, Masters(model.parameters())
+
+    class Low(Masters):
+        def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+            v = state["v"].mul_(0.9).add_(0.1 * p.grad * p.grad)
+            return p.grad / (v.sqrt() + 1e-8)  # <- here
+
+    def body() -> None:
+        seed_everything()
+        model, optimizer = fresh()
+        for step in range(6):
+            if step == 3:
+                saved = optimizer.state_dict()
+                optimizer = Low(model.parameters())
+                optimizer.load_state_dict(saved)  # resumed
+                if repairs:
+                    for s, kept in zip(optimizer.state.values(), saved["state"].values(), strict=True):
+                        s.update(kept)
+            optimizer.zero_grad()
+            (model(torch.randn(8, 6).half()).float().square().mean() * 1e-4).backward()
+            optimizer.step()
+
+    run = guard(body)
+
+    assert run.faults == 0, run.stderr
+    found = [i for i in run.report.incidents if i.cause == "optimizer-underflow"]
+    assert bool(found) != repairs
+    if found:
+        assert found[0].step == 3
+        assert "`v` was in float32 in the checkpoint" in found[0].explanation
+        assert "# resumed" in found[0].explanation
+        assert found[0].evidence["state_dtype"] == "float16"
+        assert (found[0].fixes[0].action, found[0].fixes[0].verified) == ("fp32-parameters", True)
+
+
 @pytest.mark.parametrize("kind", [Normalised, HandMadeAdam, FourthPower, StateCountsFromZero])
 def test_what_stays_finite_is_not_accused(guard: Guard, kind: type[Own]) -> None:
     class Sound(kind):  # type: ignore[misc,valid-type]

@@ -58,7 +58,7 @@ def sent_at_first() -> None:
 
 
 def averaged_behind_unscale() -> None:
-    """The scaler of each rank has looked at its own gradients before it gets those of the others, of which one batch's overflow."""
+    """The scaler of each rank has looked at its own gradients before it gets those of the others, of one odd batch."""
     model = make(0)
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -87,15 +87,16 @@ class OwnStep:
         at: BadOperator | None = None,
         dtype: torch.dtype | None = None,
         gradient_factor: float = 1.0,
+        state_dtype: torch.dtype | None = None,
     ) -> SteppedAgain | None:
         """Run it. `edit` changes the operands of the operator `at`, wherever its line runs it; `dtype`: that of weights,
-        gradients and state.
+        gradients and state (`state_dtype`: of the state alone).
 
         None where the step raises.
         """
         watching = _Watching(edit, at)
         with neutral_thread(), compat.unseen(), quiet():
-            leaves, fresh = self._bound(dtype, gradient_factor)
+            leaves, fresh = self._bound(dtype, gradient_factor, state_dtype or dtype)
             try:
                 watching.begin()
                 try:
@@ -106,7 +107,9 @@ class OwnStep:
                 return None
             return SteppedAgain(all(is_finite(p.detach()) for p in leaves), watching.first)
 
-    def _bound(self, dtype: torch.dtype | None, gradient_factor: float) -> tuple[list[Tensor], Optimizer]:
+    def _bound(
+        self, dtype: torch.dtype | None, gradient_factor: float, state_dtype: torch.dtype | None
+    ) -> tuple[list[Tensor], Optimizer]:
         """A fresh optimizer on fresh parameters, as far as possible as they were before the step."""
         by_original, (fresh,) = self._snapshot.stand_ins()
         leaves = list(by_original.values())
@@ -115,7 +118,7 @@ class OwnStep:
             leaf.data = leaf.data.nan_to_num(1.0, 1.0, 1.0).to(dtype or leaf.dtype)
             if original.grad is not None:
                 leaf.grad = original.grad.detach().clone().to(leaf.dtype) * (gradient_factor * self._share_of_gradients)
-            self._put_back(fresh, original, leaf, dtype)
+            self._put_back(fresh, original, leaf, state_dtype)
         vars(fresh).update(self._counters.attributes)
         return leaves, fresh
 

@@ -24,8 +24,9 @@ from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol.moves import Frame, Moves
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.record import Line
 from ampguard.capture.sampling.copies import parameters_of
-from ampguard.numerics import all_finite_on_cpu, is_finite
+from ampguard.numerics import all_finite_on_cpu, is_finite, is_low_precision
 from ampguard.protocol.events import Breach
 
 FREE_STEPS = 64
@@ -70,6 +71,18 @@ class Counters:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What `load_state_dict` has made of an optimizer's state: PyTorch's gives it the type of the parameter it is kept for.
+
+    `names`: of the state that was in float32 in the checkpoint and is in the low precision `dtype` now.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    where: Line | None
+
+
 class OwnSteps:
     """Looks at the parameters after each step of an optimizer that the script, or a library, wrote itself."""
 
@@ -85,6 +98,7 @@ class OwnSteps:
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """For each optimizer, which of its parameters were not finite before its first step: not its doing."""
+        self._loaded: weakref.WeakKeyDictionary[Optimizer, LoadedState] = weakref.WeakKeyDictionary()
 
     def is_own(self, optimizer: Optimizer) -> bool:
         """Whether its class has a `step` that is not PyTorch's."""
@@ -94,6 +108,14 @@ class OwnSteps:
             code = getattr(inspect.unwrap(kind.step), "__code__", None)
             known = self.are_own[kind] = code is not None and is_user_code(code)
         return known
+
+    def loaded(self, optimizer: Optimizer, given: Any, where: Line | None) -> None:
+        """The script has loaded the optimizer's state."""
+        if self.is_own(optimizer):
+            self._loaded.pop(optimizer, None)
+            names, dtype = lowered(optimizer, given)
+            if dtype is not None:
+                self._loaded[optimizer] = LoadedState(tuple(names), dtype, where)
 
     def before(self, optimizer: Optimizer) -> None:
         """Note what it counts, where this step will be looked at."""
@@ -136,7 +158,7 @@ class OwnSteps:
     def _tell(self, optimizer: Optimizer, bad: list[Tensor], before: dict[str, Any], frame: Frame) -> None:
         moves = self._moves
         watch = moves.watches.optimizer(optimizer)
-        facts = {"parameters": bad, **before}
+        facts = {"parameters": bad, "loaded": self._loaded.get(optimizer), **before}
         moves.tell([Breach("optimizer-underflow", watch, None, None, script_line(frame), None, facts)], moves.attempt)
 
 
@@ -144,6 +166,19 @@ def bad_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those that are not finite. Waits for the device."""
     with torch.no_grad(), compat.unseen():
         return [t for t in tensors if t.is_floating_point() and compat.has_values(t) and not is_finite(t.detach())]
+
+
+def lowered(optimizer: Optimizer, given: Any) -> tuple[list[str], torch.dtype | None]:
+    """Names of the state that is in float32 in a checkpoint and in low precision in the optimizer, and in which."""
+    states = given.get("state", {}) if isinstance(given, dict) else {}
+    names: dict[str, torch.dtype] = {}
+    for number, parameter in enumerate(parameters_of([optimizer])):
+        saved, here = states.get(number), optimizer.state.get(parameter, {})
+        for name, value in saved.items() if isinstance(saved, dict) else ():
+            now = here.get(name)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and value.dtype == torch.float32:
+                names |= {name: now.dtype} if is_low_precision(now.dtype) else {}
+    return list(names), next(iter(names.values()), None)
 
 
 def counters_of(optimizer: Optimizer) -> Counters:

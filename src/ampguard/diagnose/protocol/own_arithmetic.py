@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.own_steps import LoadedState
 from ampguard.diagnose.code.rewrite import plus, with_changes
 from ampguard.diagnose.code.source import is_python_number, line_of_code
 from ampguard.diagnose.protocol.scene import Scene, at, listed
@@ -56,16 +57,39 @@ def optimizer_underflow(scene: Scene) -> Telling:
         return Telling(text, scene.again, (), evidence=evidence, phase="optimizer", module=module)
     evidence |= {"operator": first.op, "max_abs_operand": first.largest}
     text = f"{head}{first.name} at {at(first.line)} {_why(first)}. {count} of {of} elements became NaN or Inf."
+    fixes = sorted(_cures(step, first, optimizer), key=lambda fix: not fix.verified)
+    loaded: LoadedState | None = scene.facts["loaded"]
+    if loaded is not None:
+        text += _was_lowered(loaded)
+        evidence |= {"lowered_state": list(loaded.names), "state_dtype": dtype_name(loaded.dtype)}
+        fixes = [_kept_wide(step, loaded, scene.optimizer), *(fix for fix in fixes if fix.action != "fp32-parameters")]
     return Telling(
         text,
         first.line or scene.again,
-        tuple(sorted(_cures(step, first, optimizer), key=lambda fix: not fix.verified)),
+        tuple(fixes),
         evidence=evidence,
         module=module,
         dtype=dtype_name(first.dtype),
         phase="optimizer",
         op=first.op,
     )
+
+
+def _was_lowered(loaded: LoadedState) -> str:
+    low = dtype_name(loaded.dtype)
+    return (
+        f" Its state {listed(list(loaded.names))} was in float32 in the checkpoint that was loaded at {at(loaded.where)}, and is "
+        f"in {low} since: Optimizer.load_state_dict gives state the type of the parameter that it is kept for."
+    )
+
+
+def _kept_wide(step: OwnStep, loaded: LoadedState, name: str) -> Fix:
+    """State in float32 beside weights of low precision, tried on what is left of it."""
+    how = (
+        f"give the state back what the checkpoint holds, behind {at(loaded.where)}, with `saved` for what is loaded there: "
+        f"for s, kept in zip({name}.state.values(), saved['state'].values()): s.update(kept)"
+    )
+    return _fix("fp32-parameters", how, step.again(state_dtype=torch.float32))
 
 
 def _is_by_zero(first: BadOperator) -> bool:

@@ -36,13 +36,12 @@ class OptimizerProbe:
 
     def install(self) -> None:
         witness = self._witness
-        habits, replace, noting = witness.habits, witness.patches.replace, witness.noting
+        replace, noting = witness.patches.replace, witness.noting
         add_before, add_after = compat.optimizer_step_hooks()
         witness.handles += [add_before(self._before_step), add_after(self._after_step)]
         replace(Optimizer, "__init__", noting(after=self._made))
         replace(Optimizer, "zero_grad", self._watch_clear)
-        loaded = noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
-        replace(Optimizer, "load_state_dict", loaded)
+        replace(Optimizer, "load_state_dict", noting(after=self._loaded))
         replace(Optimizer, "add_param_group", noting(after=self._joined))
         replace(nn.Module, "register_parameter", self._watch_register)
         replace(nn.Module, "zero_grad", self._watch_module_clear)
@@ -51,6 +50,10 @@ class OptimizerProbe:
         self._witness.moves.created(optimizer, frame)
         self._witness.unfrozen.built.optimizer_made(optimizer, frame)
         self._bring(optimizer, optimizer.param_groups, frame)
+
+    def _loaded(self, frame: Frame, optimizer: Optimizer, state_dict: Any = None) -> None:
+        self._witness.habits.optimizer_loaded(optimizer, state_dict, frame)
+        self._witness.own_steps.loaded(optimizer, state_dict, script_line(frame))
 
     def _bring(self, optimizer: Optimizer, groups: list[dict[str, Any]], frame: Frame) -> None:
         if not self._witness.dropped.waiting:  # (else perhaps gradients of the iteration that is under way)
