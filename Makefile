@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench clean
 
 demo: .venv/.for-demo
 	@out=ampguard-runs/demo-$$(date +%Y%m%d-%H%M%S); \
@@ -16,8 +16,14 @@ demo: .venv/.for-demo
 	grep -q '"cause": "fp16-overflow"' $$out/report.json
 
 # One thread each: the tests' own processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
+
+# Every test function that is not slow, with one or two of its parameter sets.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST) --sampled
+
+test-all: lint
+	$(PYTEST)
 
 lint: .venv/.for-test
 	$(BIN)/ruff check .

@@ -178,6 +178,7 @@ def forked(command: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.encode(), done.stderr.encode())
 
 
+@pytest.mark.slow
 def test_one_case_is_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.heal.outcome.subprocess, "run", forked)
     case = load_case(CASES / "p-where-scalar-pointer")

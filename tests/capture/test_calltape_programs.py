@@ -132,6 +132,7 @@ def trained(session: Any, usual: list[str], last: list[str]) -> tuple[list[Tenso
     return [p.detach().clone() for p in loop.model.parameters()], loop
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(usual=programs, last=programs)
 def test_any_glue_is_told_as_the_tape_would_and_left_as_it_is(

@@ -123,6 +123,7 @@ def long_loss(is_bad: Callable[[int], bool]) -> None:
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_loss_of_hundreds_of_operators_is_explained_when_it_fails_again(guard: Guard) -> None:
     run = guard(lambda: long_loss(lambda step: step >= BAD))
     assert run.faults == 0, run.stderr
@@ -132,6 +133,7 @@ def test_a_loss_of_hundreds_of_operators_is_explained_when_it_fails_again(guard:
     assert incident.location.code == "loss = loss + (size - size.detach()) / size"
 
 
+@pytest.mark.slow
 def test_a_divergence_that_ends_in_such_a_loss_is_told_of_the_first_bad_one(guard: Guard) -> None:
     """Some steps later its loss is bad where nothing is recorded any more: that is no news."""
 

@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_modules_are_compared_and_the_script_does_not_notice(folder: Path, compare: Compare) -> None:
     done = compare("train.py", "--eval", "--out", "runs", "--format", "json")
     assert done.returncode == 0, done.stderr

@@ -113,6 +113,7 @@ def test_a_process_that_ends_without_a_word_has_written_its_error(python: Python
     assert [file.name for file in (tmp_path / "out").iterdir() if file.name.startswith(".report")] == []
 
 
+@pytest.mark.slow
 def test_two_ranks_leave_one_report(python: Python, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.05")
     done = python(*launcher, *GUARD, "--out", "both", "train.py", "nan", is_real=True)

@@ -115,6 +115,7 @@ class Ode(nn.Module):
         return self.out(h)
 
 
+@pytest.mark.slow
 def test_fixes_are_tried_across_steps_that_the_scaler_has_skipped(guard: Guard) -> None:
     skipped: list[int] = []
 

@@ -70,6 +70,7 @@ def test_no_scale_would_help(guard: Guard) -> None:
     assert told(guard(lambda: renewed(1, 12, is_singular=True))) == [("singular-gradient", "error")]
 
 
+@pytest.mark.slow
 def test_one_for_each_of_many_models(guard: Guard) -> None:
     def agents() -> None:
         torch.manual_seed(0)
@@ -81,6 +82,7 @@ def test_one_for_each_of_many_models(guard: Guard) -> None:
     assert all(severity == "info" for _, severity in told(guard(agents)))
 
 
+@pytest.mark.slow
 def test_one_for_each_model_after_another(guard: Guard) -> None:
     def folds() -> None:
         torch.manual_seed(0)

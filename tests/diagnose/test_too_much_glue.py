@@ -41,6 +41,7 @@ def test_why_it_is_unexplained(is_by_input: bool, guard: Guard, monkeypatch: pyt
     assert first.evidence.get("inputs_are_finite") is not is_by_input
 
 
+@pytest.mark.slow
 def test_a_short_run_is_recorded_whole(guard: Guard) -> None:
     def body() -> None:
         seed_everything()

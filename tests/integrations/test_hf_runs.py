@@ -56,6 +56,7 @@ print(rows(trainer)[-1].get("loss_scale"), rows(trainer)[-1]["skipped_steps"])
 """
 
 
+@pytest.mark.slow
 def test_in_bfloat16_from_the_command_line_there_is_no_scale(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path / "out")))

@@ -35,6 +35,7 @@ print(plugin.scaler.get_scale())
 """
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -56,5 +57,6 @@ assert "lightning.pytorch" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_no_framework_is_imported_unasked() -> None:
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=ENVIRONMENT)

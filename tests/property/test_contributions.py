@@ -182,6 +182,7 @@ def test_layer_norm(b: int, n: int, d: int, seed: int) -> None:
     check(aten.native_layer_norm.default, a, [n, d], None, None, 1e-5, known=False, tight=False)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 3), st.sampled_from([1, 2]), seeds)
 def test_by_sample(b: int, groups: int, seed: int) -> None:
     image, weight, bias = operands(seed, (b, 2, 4, 4), (2, 2 // groups, 3, 3), (2,))

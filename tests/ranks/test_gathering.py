@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launching import Ranks
 
 from ampguard.report.store import read_report
@@ -41,6 +42,7 @@ def line_of(mark: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     ended = two_ranks(str(SCRIPT), *HEALTHY, *FAULTY)
     said = ended[0].err + ended[1].err

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import ROOT, Ranks
 
 from ampguard.report.store import read_report
@@ -129,6 +130,7 @@ def test_a_rank_that_stops_says_why_to_the_others(two_ranks: Ranks, tmp_path: Pa
     assert told(tmp_path / "out") == [("domain-error", 5, 1)]
 
 
+@pytest.mark.slow
 def test_four_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
     faults = {
         "--fault nan-batch --on 2": [("nonfinite-input", 5, 2)],
@@ -161,6 +163,7 @@ def test_sharded_models_are_replayed_from_gathered_weights(two_ranks: Ranks, tmp
         assert seen == [("domain-error", 4, 1, "blocks.1", "replay")], way
 
 
+@pytest.mark.slow
 def test_bad_gradients_of_sharded_models_are_replayed_from_the_weights_of_the_next_step(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_bad_gradients_of_sharded_models_are_replayed_from_the_weights_of_the_ne
         assert first.fixes[0].verified
 
 
+@pytest.mark.slow
 def test_bad_gradients_of_sharded_models_that_an_update_uses(two_ranks: Ranks, tmp_path: Path) -> None:
     ended = two_ranks(str(Path(__file__).parent / "sharded_failures.py"), "unscaled")
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launching import Ranks
 
 from ampguard.report.store import read_report
@@ -20,6 +21,7 @@ FAULTY = {  # the step after which they differ, the module, the line
 HEALTHY = ("accumulated", "evaluated", "frozen", "unused", "on_their_own", "averaged_by_hand", "two_players")
 
 
+@pytest.mark.slow
 def test_trainings_past_the_wrapper(two_ranks: Ranks, tmp_path: Path) -> None:
     ended = two_ranks(SCRIPT, *FAULTY, *HEALTHY)
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launching import ROOT, WITHIN_S
 
 import warm
@@ -23,6 +24,7 @@ def ended(folder: Path, *words: str, guarded: bool = True) -> subprocess.Complet
     return warm.run(command, cwd=folder, env=env, timeout=WITHIN_S, modules=warm.TORCH if guarded else warm.RANKS)
 
 
+@pytest.mark.slow
 def test_what_the_script_sees_of_spawned_ranks_is_the_same(tmp_path: Path) -> None:
     plain = ended(tmp_path, "fork:2:none", "fork:2:raise", guarded=False)  # the same numbers, and sooner
     guarded = ended(tmp_path, "spawn:2:none", "fork:2:raise")

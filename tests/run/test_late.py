@@ -94,6 +94,7 @@ def test_a_wrong_out_is_refused_before_the_first_line(tmp_path: Path) -> None:
     assert "is not empty" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_the_script_sets_before_importing_torch_counts(tmp_path: Path) -> None:
     """The reason for all this: with torch imported beforehand the guarded script would use other threads."""
     pytest.importorskip("torch")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 import torch
@@ -27,6 +29,7 @@ print("end of the script")
 """
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_never_left_ends_with_the_process(tmp_path: Path) -> None:
     """Python cannot wait for a thread any more where it takes its modules apart: it hung there."""
     (tmp_path / "train.py").write_text(SCRIPT)
