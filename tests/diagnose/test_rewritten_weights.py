@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
+from ampguard.capture.glue import schedule
+
 Guard = Callable[..., Watched]
 
 
@@ -168,9 +170,15 @@ def test_projection_through_data(guard: Guard, written: str) -> None:
     assert "\n" not in first.fixes[0].how
 
 
+@pytest.mark.parametrize("are_steps_long", [False, True])
 @pytest.mark.parametrize("through", ["data", "detach"])
-def test_average_in_one_statement(guard: Guard, through: str) -> None:
-    """Several writes to what has no name of its own, the last of them bad."""
+def test_average_in_one_statement(
+    guard: Guard, through: str, are_steps_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several writes to what has no name of its own, the last of them bad. In long steps each operator is kept."""
+    monkeypatch.setattr(schedule, "LONG_STEP", 0.0 if are_steps_long else 1e9)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", 1e9 if are_steps_long else 0.0)
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 0.0)
 
     def script() -> None:
         seed_everything()

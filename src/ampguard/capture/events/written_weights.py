@@ -7,7 +7,7 @@ the next step begins, as long as what is computed between two steps is taped.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -33,12 +33,40 @@ class WrittenWeights:
         self.writes: Writes = {}
         self._bad: dict[int, weakref.ref[Tensor]] = {}
         """Those that are known to be bad: by identity."""
+        self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
+        """The parameters of each module that was called."""
+        self._by_memory: dict[int, weakref.ref[Tensor]] = {}
+        self._unknown = 0
+        """Writes to memory of which it was not known whose it is."""
 
     def note(self, op: GlueOp, record: Callable[[], StepRecord]) -> None:
         """An operator is about to write to its first operand."""
-        parameter = parameter_behind(op, record)
+        parameter: Tensor | None = parameter_behind(op, record)
+        if parameter is None:
+            parameter = self._in_memory_of(op)
         if parameter is not None and id(parameter) not in self.writes:
             self.writes[id(parameter)] = weakref.ref(parameter), op.index
+
+    def _in_memory_of(self, op: GlueOp) -> Tensor | None:
+        """The parameter whose memory the operator writes to as a whole: no operator has made its `.data` of it."""
+        target = op.args[0] if op.args else None
+        if not isinstance(target, Held) or target.tensor.requires_grad:
+            return None
+        memory = compat.storage_key(target.tensor)
+        parameter = self._with_memory(memory)
+        if parameter is None and memory:
+            self._unknown += 1
+            if not self._unknown & (self._unknown - 1):  # most are no parameter's, and models change seldom
+                each = (p for parameters in self.roots() for p in parameters)
+                self._by_memory = {compat.storage_key(p): weakref.ref(p) for p in each}
+                parameter = self._with_memory(memory)
+        is_whole = parameter is not None and parameter.shape == target.tensor.shape
+        return parameter if is_whole else None
+
+    def _with_memory(self, memory: int) -> Tensor | None:
+        ref = self._by_memory.get(memory) if memory else None
+        parameter = ref() if ref is not None else None
+        return parameter if parameter is not None and compat.storage_key(parameter) == memory else None
 
     def note_call(self, written: Tensor, index: int) -> None:
         """A call has written to a tensor, or to its `.data`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampguard.capture.cut_to_zero import CutToZero
 from ampguard.capture.patches import Patches
@@ -50,7 +51,8 @@ class Witness:
         self.training = self.moves.training
         self.models = Models(recorder)
         close = self.moves.close
-        close.own_scale.roots = close.handed_over.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
+        close.own_scale.roots = close.handed_over.roots = self._parameters_of_roots
+        recorder.log.written.roots = self._parameters_of_roots
         self.scans = Scans(self.moves, self.models)
         self.unfrozen = Unfrozen(self.moves, self.models)
         self.never_held = NeverHeld(self.moves, self.models)
@@ -66,6 +68,9 @@ class Witness:
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
         recorder.on_written = Averages(self.moves, self.models).written
+
+    def _parameters_of_roots(self) -> list[Iterable[Tensor]]:
+        return [root.parameters() for root, _ in self.models.roots()]
 
     def close_window(self) -> None:
         """What is made of a norm is not followed beyond this call."""
