@@ -218,7 +218,7 @@ class Updates:
             self._is_spoilt.clear()
 
     def _see_losses(self, losses: tuple[Tensor, ...]) -> None:
-        if self._stepped_since_backward:
+        if self._stepped_since_backward or (self._bad_loss and self._is_cleared()):
             self._stepped_since_backward = self._bad_loss = False
         if self._patience is not None and not self._bad_loss:
             # Not as they are scaled: a loss may be finite, and too large for its type with its scale.
@@ -226,6 +226,12 @@ class Updates:
             self._bad_loss = not all(is_finite(loss) for loss in plain if compat.has_values(loss))
             if self._bad_loss and self._is_updated_elsewhere():
                 self._ledger.failed("bad steps are not held off: what updates the weights is no torch.optim.Optimizer")
+
+    def _is_cleared(self) -> bool:
+        """Whether no gradient is left: an engine that skips a bad step by itself drops them, and calls no optimizer."""
+        gradients = [leaf.grad for leaf in self.leaves() if leaf.grad is not None]
+        with torch.no_grad(), compat.unseen():
+            return all(g.layout == torch.strided and not g.any() for g in gradients)
 
     def _is_updated_elsewhere(self) -> bool:
         """Whether no optimizer of PyTorch's holds any weight of the models that were called."""
@@ -423,6 +429,7 @@ class Updates:
 
     def _skipped_by_scaler(self, optimizer: Optimizer, scale: float, was_skipped: bool) -> None:
         """A scaler of the script's was to let an optimizer step."""
+        self._stepped_since_backward = True  # one that was skipped has not come to the optimizer
         if self._patience is None:
             return
         if not was_skipped:
