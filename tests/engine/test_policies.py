@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -150,6 +151,18 @@ def test_rollback_from_the_very_first_step() -> None:
     assert model_of(amp).statistics.running_mean.isfinite().all()
     train(amp, range(1, 4))
     assert amp.steps == 3
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rollback_goes_no_further_back_than_to_what_was_loaded(on_disk: bool, tmp_path: Path) -> None:
+    first = made("fp16")
+    train(first, range(5))
+    second = made("fp16", seed=5, on_nonfinite=Rollback(folder=tmp_path if on_disk else None))
+    train(second, range(2))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, range(5, 6), spoil={5: NAN})
+    assert second.steps == first.steps == 5
+    assert same(weights(first), weights(second))
 
 
 def test_the_random_streams_are_not_set_back() -> None:

@@ -343,6 +343,7 @@ class Amp:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`. Raises CheckpointError before anything is changed."""
         self._load(state)
+        self.policy.loaded(self)
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams and the count of skipped steps go on.
@@ -360,6 +361,7 @@ class Amp:
     def load_without_streams(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams go on: the state is another process's."""
         self._load(state, rng=False)
+        self.policy.loaded(self)
 
     def _load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
         with self.mode.as_trained():
@@ -386,6 +388,8 @@ class Amp:
         """Go on from `save_sharded`; every rank has to call this."""
         with self.mode.as_trained():
             sharded.load_sharded(self, folder)
+        self._statistics.forget()
+        self.policy.loaded(self)
 
     def follow_groups(self) -> None:
         """The loop may have added parameters to an optimizer, replaced some or taken some away.

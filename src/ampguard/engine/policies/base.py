@@ -57,6 +57,9 @@ class Policy:
     def begin(self, amp: Amp) -> None:
         """The first forward pass is about to begin."""
 
+    def loaded(self, amp: Amp) -> None:
+        """Another state was loaded: the training goes on from there."""
+
     def close(self, amp: Amp, error: BaseException | None = None) -> None:
         """An engine is not used any more: end what runs beside it. `error`: what has ended the training."""
 

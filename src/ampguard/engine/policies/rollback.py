@@ -63,6 +63,10 @@ class Rollback(Policy):
     def begin(self, amp: Amp) -> None:
         self._take(amp, amp.steps, bool)  # perhaps this rank alone evaluates first
 
+    def loaded(self, amp: Amp) -> None:
+        if self._taken_at is not None:  # of the training that was before; `begin` has still to take one else
+            self.begin(amp)
+
     def on_good_step(self, amp: Amp, step: int) -> None:
         if self._taken_at is None or step - self._taken_at >= self.every:
             self._take(amp, step, amp.ranks.all_agree)
