@@ -8,6 +8,7 @@ from engine_loops import MODES, made, model_of, train
 from torch import Tensor, nn
 
 import ampguard
+from ampguard.engine.checkpoint.seal import seal_of
 from ampguard.engine.statistics import LARGEST, Statistics
 from ampguard.errors import NonfiniteError
 
@@ -156,3 +157,30 @@ def test_after_a_state_was_loaded_nothing_older_comes_back() -> None:
     before = buffers(model_of(amp))
     train(amp, range(5, 6), spoil={5: NAN})
     assert_same(before, buffers(model_of(amp)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("saved_at", range(3, 7))
+def test_a_run_that_is_continued_inside_a_window_puts_the_same_statistics_back(mode: str, saved_at: int) -> None:
+    whole = made(mode, accumulate=3)
+    train(whole, range(saved_at))
+    state = copy.deepcopy(whole.state_dict())
+    train(whole, range(saved_at, 7), spoil={5: NAN})
+
+    second = made(mode, seed=5, accumulate=3)
+    train(second, range(1))
+    second.load_state_dict(state)
+    train(second, range(saved_at, 7), spoil={5: NAN})
+    assert_same(buffers(model_of(whole)), buffers(model_of(second)))
+    assert whole.state_dict()["seal"] == second.state_dict()["seal"]
+
+
+def test_a_state_of_before_statistics_were_in_it_can_be_loaded() -> None:
+    first = made("fp16", accumulate=3)
+    train(first, range(4))
+    state = copy.deepcopy(first.state_dict())
+    del state["progress"]["statistics"], state["seal"]
+    second = made("fp16", seed=5, accumulate=3)
+    second.load_state_dict({**state, "seal": seal_of(state)})
+    train(second, range(4, 6))
+    assert second.steps == 2

@@ -116,7 +116,7 @@ class Amp:
         self._has_begun = False
         self._given_up = GivenUp()
         self._checkpoint = Checkpoint(self)
-        self._statistics = Statistics(self.models)
+        self.statistics = Statistics(self.models)
         for note in self.mode.notes:
             logger.warning("precision %s: %s", self.mode.name, note)
 
@@ -141,7 +141,7 @@ class Amp:
             for holding in self.holdings.values():
                 holding.refuse_moved(self.name_of)
             self.mode.before_forward()
-            self._statistics.before_forward()
+            self.statistics.before_forward()
         else:
             self.mode.before_reading()
         is_other = not training and self.evaluation is not self.mode
@@ -265,7 +265,7 @@ class Amp:
         self, result: StepResult, chosen: Sequence[Holding], flag: Tensor, losses: Sequence[Tensor]
     ) -> StepResult:
         self.stepper.clear(chosen)
-        self._statistics.end_window()
+        self.statistics.end_window()
         if compat.cuda_is_capturing():  # nothing has run yet; each replay is a step, of which nobody is told
             return result
         self.verdicts.add(Verdict(result, tuple(h.name for h in chosen), losses, flag), self.policy.waits)
@@ -277,7 +277,7 @@ class Amp:
         self.policy.on_good_step(self, self.verdicts.steps)
 
     def _skipped(self, bad: BadStep) -> None:
-        self.policy.on_bad_step(self, dataclasses.replace(bad, put_back=tuple(self._statistics.put_back())))
+        self.policy.on_bad_step(self, dataclasses.replace(bad, put_back=tuple(self.statistics.put_back())))
 
     def zero_grad(self, optimizer: Optimizer | str | None = None) -> None:
         """Forget gradients, inside a window too. `step` does this by itself."""
@@ -366,7 +366,6 @@ class Amp:
     def _load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
         with self.mode.as_trained():
             self._checkpoint.load(state, rng, skips)
-        self._statistics.forget()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file: whole, or not at all."""
@@ -388,7 +387,7 @@ class Amp:
         """Go on from `save_sharded`; every rank has to call this."""
         with self.mode.as_trained():
             sharded.load_sharded(self, folder)
-        self._statistics.forget()
+        self.statistics.forget()
         self.policy.loaded(self)
 
     def follow_groups(self) -> None:

@@ -7,6 +7,7 @@ stay for good: in every evaluation, and no checkpoint could be saved any more.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,27 @@ class Statistics:
         self._kept.clear()
         self._windows = 0
         self._is_open = False
+
+    def of_open_window(self) -> dict[str, Tensor]:
+        """By path, what the buffers held before an open window that has written to them."""
+        if not self._is_open:
+            return {}
+        written = {key: place for key, place in self._places.items() if place.changes or place.has_changed()}
+        return {place.path: self._kept[0].get(key, place.first) for key, place in written.items()}
+
+    def restore(self, of_open_window: Mapping[str, Tensor]) -> None:
+        """Another state was loaded, perhaps one of an open window."""
+        self.forget()
+        if not of_open_window:
+            return
+        self._is_open = True
+        with torch.inference_mode(False), torch.no_grad(), compat.unseen():
+            self._scan()
+            self._windows += 1
+            kept = {key: (of_open_window.get(place.path), place.tensor) for key, place in self._places.items()}
+            self._kept.appendleft(
+                {key: saved.to(here.device, copy=True) for key, (saved, here) in kept.items() if saved is not None}
+            )
 
     def put_back(self) -> list[str]:
         """A step was skipped: give the modules whose statistics are no longer finite the last ones that were.

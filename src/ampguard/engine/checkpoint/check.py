@@ -65,7 +65,8 @@ def _check_parts(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
     for number, average in enumerate(own["followers"]["averages"]):
         _check_model(f"average {number}", state["followers"]["averages"][number], average)
     amp.mode.check_state(state["mode"])
-    _refuse_missing(own["progress"].keys() - {"unscaled"}, state["progress"])  # which earlier versions did not have
+    since = {"unscaled", "statistics"}  # which earlier versions did not have
+    _refuse_missing(own["progress"].keys() - since, state["progress"])
     if not is_sealed({key: value for key, value in state.items() if key != "seal"}, state["seal"]):
         raise CheckpointError(
             _not_loaded(

@@ -106,6 +106,7 @@ class Checkpoint:
                 "micro_steps": {name: h.micro_steps for name, h in amp.holdings.items()},
                 "found_infs": {name: float(flag) for name, flag in amp.stepper.found_infs.items()},
                 "unscaled": {name: float(flag) for name, flag in amp.stepper.found_when_unscaled.items()},
+                "statistics": amp.statistics.of_open_window(),
             },
             "gradients": {name: [p.grad for p in h.parameters] for name, h in amp.holdings.items()},
             "rng": rng_state(),
@@ -116,6 +117,7 @@ class Checkpoint:
         amp.verdicts.steps = progress["steps"]
         if skips:
             amp.verdicts.attempts, amp.verdicts.in_a_row = progress["attempts"], progress["in_a_row"]
+        amp.statistics.restore(progress.get("statistics", {}) if skips else {})
         device = amp.loss_scale.value.device
         amp.stepper.found_infs = {
             name: torch.tensor(flag, device=device) for name, flag in progress["found_infs"].items()
