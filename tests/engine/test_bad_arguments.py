@@ -84,6 +84,8 @@ def test_the_same_thing_twice() -> None:
         (lambda amp: amp.backward(model_of(amp)(batch(0)[0]).mean(), 3), "a int is no optimizer"),
         (lambda amp: amp.load(3), "named by a path, not by a int"),
         (lambda amp: amp.save(None), "named by a path, not by a NoneType"),
+        (lambda amp: setattr(amp, "max_grad_norm", 0.5), "amp.max_grad_norm = 0.5: .*made with\n  do    to clip by"),
+        (lambda amp: setattr(amp, "accumulate", 2), r"amp.accumulate = 2: .*made with\n  do    give it to Amp\("),
     ],
 )
 def test_calls(call: Callable[[ampguard.Amp], object], says: str) -> None:

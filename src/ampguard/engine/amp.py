@@ -286,6 +286,11 @@ class Amp:
 
     # --- state --------------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_checkpoint" in vars(self):  # it was made: what its parts were given is not asked for again
+            arguments.refuse_late_option(name, value, _options())
+        super().__setattr__(name, value)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:

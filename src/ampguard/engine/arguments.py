@@ -161,6 +161,17 @@ def unknown_call(name: str, known: Iterable[str] = ()) -> UnknownCallError:
     return UnknownCallError(f"Amp has no {name!r}" + (f"\n  do    {do}" if do else ""), name=name)
 
 
+def refuse_late_option(name: str, value: Any, options: Iterable[str]) -> None:
+    """An option that is written to the `Amp` after it was made, where nobody would look."""
+    if name not in options:
+        return
+    clip = "to clip by another norm, leave it out: amp.unscale_(), then torch.nn.utils.clip_grad_norm_, then amp.step()"
+    raise SetupError(
+        f"amp.{name} = {value!r}: the options of an Amp are those that it was made with\n"
+        f"  do    {clip if name == 'max_grad_norm' else f'give it to Amp(..., {name}=)'}"
+    )
+
+
 def unknown_optimizer(given: Any, names: Sequence[str]) -> SetupError:
     if isinstance(given, str):
         what = f"there is no optimizer {given!r}"
