@@ -115,5 +115,11 @@ def test_what_cannot_be_decorated_and_what_holds_no_tensor() -> None:
         for decorate in (ampguard.force_fp32, ampguard.force_fp32(cast_back=False)):
             with pytest.raises(SetupError, match=f"a {type(given).__name__}: it decorates functions(.|\n)*below other"):
                 decorate(given)
+
+    class Square(torch.autograd.Function):
+        pass
+
+    with pytest.raises(SetupError, match=r"`Square`, a class that is no module: (.|\n)*the function that calls it"):
+        ampguard.force_fp32(Square)
     with pytest.raises(SetupError, match=r"force_fp32\(3, 0.5\): there is no tensor to cast"):
         ampguard.force_fp32(3, 0.5)

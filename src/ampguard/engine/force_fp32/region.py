@@ -103,11 +103,14 @@ def decorated(target: Any, cast_back: bool = True) -> Any:
         return type(target)(in_fp32(target.__func__, cast_back))
     if isinstance(target, property) and target.fget is not None:
         return target.getter(in_fp32(target.fget, cast_back))
-    if callable(target):
+    if callable(target) and not isinstance(target, type):
         return in_fp32(target, cast_back)
+    is_class = isinstance(target, type)
+    what = f"`{target.__name__}`, a class that is no module" if is_class else f"a {type(target).__name__}"
+    do = "decorate the function that calls it" if is_class else "put @ampguard.force_fp32 nearest to the function"
     raise SetupError(
-        f"force_fp32 of a {type(target).__name__}: it decorates functions, methods, properties and module classes\n"
-        "  do    put @ampguard.force_fp32 nearest to the function, below other decorators"
+        f"force_fp32 of {what}: it decorates functions, methods, properties and module classes\n"
+        f"  do    {do}{'' if is_class else ', below other decorators'}"
     )
 
 
