@@ -282,6 +282,21 @@ def test_the_scalers_arguments_are_kept() -> None:
     assert (state["scale"], state["growth_interval"], state["growth_factor"]) == (128.0, 7, 3.0)
 
 
+def test_a_scaler_that_is_switched_off_stays_off() -> None:
+    acc = accelerator("ours", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    model = network()
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    loss = nn.functional.cross_entropy(model(IMAGES[:8]), LABELS[:8])
+    acc.backward(loss)
+    weights = list(model.parameters())
+    true = torch.stack([p.grad.norm() for p in weights if p.grad is not None]).norm()
+    assert not acc.scaler.is_enabled()
+    assert acc.scaler.get_scale() == 1.0
+    assert acc.clip_grad_norm_(weights, 0.1) == pytest.approx(true.item())
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 def test_after_accelerates_own_prepare() -> None:
     acc = accelerator("theirs")
     model = nn.Linear(4, 4)

@@ -352,6 +352,17 @@ def test_a_scaler_of_ones_own_says_how_to_begin() -> None:
     assert plugin.scaler.get_scale() == 128.0 * 16
 
 
+def test_a_scaler_that_is_switched_off_stays_off() -> None:
+    plugin = GuardedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    scales = []
+    module = classifier(PL)
+    module.on_after_backward = lambda: scales.append(plugin.scaler.get_scale())
+    fit(PL, module, plugin, batches=2)
+    assert scales == [1.0, 1.0]
+    assert not plugin.scaler.is_enabled()
+    assert not plugin.engine.result.skipped
+
+
 def test_copies_and_pickles() -> None:
     plugin = guarded(init_scale=512.0)
     for again in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):

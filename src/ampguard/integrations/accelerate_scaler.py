@@ -25,11 +25,10 @@ NAMES = {"fp16": "fp16", "bf16": "bf16", "no": "fp32"}
 class AcceleratedScaler(SharedScaler):
     """Knows the optimizers of one `Accelerator`, and tells them truly whether a step was skipped."""
 
-    def __init__(self, accelerator: Any, *, patience: int | None = PATIENCE) -> None:
+    def __init__(self, accelerator: Any, *, scales: bool = True, patience: int | None = PATIENCE) -> None:
         self._accelerator = accelerator
-        name = NAMES[accelerator.mixed_precision]
         super().__init__(
-            name,
+            NAMES[accelerator.mixed_precision] if scales else "fp32",
             optimizers=self._inner,
             backward_call="accelerator.backward(loss)",
             step_call="step() of the optimizer that accelerator.prepare() has returned",
@@ -69,12 +68,9 @@ def inner(optimizer: Any) -> Any:
 def install(accelerator: Any, patience: int | None) -> AcceleratedScaler:
     """Put the engine's scaler in the place of the accelerator's own. Raises SetupError where that cannot be right."""
     _refuse(accelerator)
-    scaler = AcceleratedScaler(accelerator, patience=patience)
+    own = _own_scaler(accelerator) if accelerator.mixed_precision == "fp16" else None
+    scaler = AcceleratedScaler(accelerator, scales=own is None or own.is_enabled(), patience=patience)
     if accelerator.mixed_precision == "fp16":
-        own = accelerator.scaler
-        handler = accelerator.scaler_handler
-        if own is None and handler is not None:
-            own = torch.amp.GradScaler(accelerator.device.type, **handler.to_kwargs())
         if own is not None and own.is_enabled():
             scaler.take_over(own.state_dict())
         accelerator.native_amp = True  # Accelerate leaves it off on the CPU: float32 under the name of fp16
@@ -84,6 +80,14 @@ def install(accelerator: Any, patience: int | None) -> AcceleratedScaler:
     _extend(accelerator, scaler)
     scaler.attach()
     return scaler
+
+
+def _own_scaler(accelerator: Any) -> Any:
+    """The GradScaler that it has, or would have by its `GradScalerKwargs`; None where nothing is asked for."""
+    handler = accelerator.scaler_handler
+    if accelerator.scaler is None and handler is not None:
+        return torch.amp.GradScaler(accelerator.device.type, **handler.to_kwargs())
+    return accelerator.scaler
 
 
 def _refuse(accelerator: Any) -> None:

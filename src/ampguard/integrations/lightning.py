@@ -76,8 +76,9 @@ class GuardedPrecision:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._is_trained = False
         self._undo: list[Callable[[], None]] = []
+        scales = scaler is None or scaler.is_enabled()
         self.engine = SharedScaler(
-            "fp16" if precision == "16-mixed" else "bf16",
+            "bf16" if precision != "16-mixed" else "fp16" if scales else "fp32",
             optimizers=lambda: self._optimizers,
             backward_call="self.manual_backward(loss)",
             step_call="step() of the optimizer that self.optimizers() gives (in Fabric: that fabric.setup() has returned)",
