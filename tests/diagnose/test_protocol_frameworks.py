@@ -86,6 +86,18 @@ def test_clipping_in_a_lightning_hook(guard: Guard) -> None:
     assert "scaler.unscale_(" not in how  # it would be the second
 
 
+def test_clipping_in_a_line_with_more_than_that(guard: Guard) -> None:
+    def module(lightning: Any) -> Any:
+        class Clips(regression(lightning)):  # type: ignore[misc]
+            def on_after_backward(self) -> None: nn.utils.clip_grad_norm_(self.parameters(), 0.1)  # fmt: skip
+
+        return Clips()
+
+    how = first_of(guard(lightning_fit(module))).fixes[0].how
+    assert "def on_before_optimizer_step(self, optimizer): ...;" in how
+    assert "on_after_backward" not in how
+
+
 def test_clipping_in_a_callback_of_lightning(guard: Guard) -> None:
     def module(lightning: Any) -> Any:
         class Clips(lightning.Callback):  # type: ignore[misc]

@@ -167,9 +167,11 @@ def clip_instead(scene: Scene, clips: bool) -> str | None:
     """How the framework clips (or measures) true gradients; None in a loop of the script's own."""
     code = statement(scene.again)
     by_value = "clip_grad_value" in code
-    is_own = re.search(r"(clip|norm)\w*\(", code) and not code.startswith(
-        ("for ", "if ", "with ")
-    )  # not `trainer.fit(...)`
+    is_own = (  # not `trainer.fit(...)`, and nothing that would bring other statements along
+        re.search(r"(clip|norm)\w*\(", code)
+        and ";" not in code
+        and not code.startswith(("for ", "if ", "with ", "def "))
+    )
     if scene.framework == "lightning":  # its hook is handed the optimizer under this name
         code = re.sub(rf"(?<![\w.]){re.escape(scene.optimizer)}(?!\w)", "optimizer", code)
     words = {
