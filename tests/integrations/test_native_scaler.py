@@ -124,6 +124,16 @@ def test_both_orders_of_arguments() -> None:
         NativeScaler()(loss_of(model, data), optimizer, 1.0, "nrm")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_limit_may_be_a_tensor() -> None:
+    model, same = network(), network()
+    limits: list[tuple[nn.Module, Any]] = [(model, 0.01), (same, torch.tensor(0.01))]
+    for part, limit in limits:
+        optimizer = torch.optim.SGD(part.parameters(), 0.1)
+        NativeScaler()(loss_of(part, next(batches(1))), optimizer, clip_grad=limit, parameters=part.parameters())
+    assert furthest(model, same) < 1e-8
+
+
 def test_swins_zero_means_no_clipping() -> None:
     model, same = network(), network()
     train(NativeScalerWithGradNormCount(), model, SGD(model.parameters(), 0.1), 4, clip_grad=0.0)

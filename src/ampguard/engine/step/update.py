@@ -173,7 +173,7 @@ def _host_factor(check: GradientCheck, max_norm: float | None) -> float:
     inverse = check.inverse_scale.item()
     if max_norm is None or check.norm is None:
         return inverse
-    return inverse * min(1.0, max_norm / (check.norm.item() + CLIP_EPSILON))
+    return inverse * min(1.0, float(max_norm) / (check.norm.item() + CLIP_EPSILON))
 
 
 def _number(value: float) -> Tensor:
