@@ -29,6 +29,7 @@ BANK = Bank()
 TABLE = torch.zeros(4)
 GENERATOR = np.random.default_rng(0)
 COUNT = itertools.count()
+SHARED = itertools.count()
 
 
 class Registry(OrderedDict[str, Any]):
@@ -44,6 +45,7 @@ REGISTRY = Registry(counter=(float, {"made": 0}))
 
 class Stateful(nn.Module):
     total = 0
+    turns = itertools.count()
 
     def __init__(self, change: Callable[[Any, Tensor], float]) -> None:
         super().__init__()
@@ -56,6 +58,9 @@ class Stateful(nn.Module):
         self.array = np.zeros(2)
         self.numbers = iter(range(99))
         self.dice = random.Random(0)
+        self.shared = SHARED
+        closed_over = itertools.count()
+        self.closed_over = lambda: closed_over
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
@@ -108,6 +113,10 @@ def in_iterators(m: Any, d: Tensor) -> float:
     return float(next(m.numbers) + next(COUNT))
 
 
+def in_iterators_held_elsewhere(m: Any, d: Tensor) -> float:
+    return float(next(m.shared) + next(m.turns) + next(m.closed_over()))
+
+
 def in_a_parameter(m: Any, d: Tensor) -> float:
     m.layer.bias.data.add_(0.01)
     m.layer.weight.data = m.layer.weight.data * 0.9
@@ -115,13 +124,14 @@ def in_a_parameter(m: Any, d: Tensor) -> float:
 
 
 KINDS = [in_an_object, in_a_list, in_a_global_object, in_a_global_tensor, in_a_class, in_generators, in_an_array,
-         in_iterators, in_a_parameter, in_a_registry]  # fmt: skip
+         in_iterators, in_iterators_held_elsewhere, in_a_parameter, in_a_registry]  # fmt: skip
 
 
 def losses(change: Callable[[Any, Tensor], float]) -> list[float]:
-    global BANK, TABLE, GENERATOR, COUNT
+    global BANK, TABLE, GENERATOR, COUNT, SHARED
     BANK, TABLE, GENERATOR, COUNT = Bank(), torch.zeros(4), np.random.default_rng(0), itertools.count()
-    Stateful.total = 0
+    SHARED = itertools.count()
+    Stateful.total, Stateful.turns = 0, itertools.count()
     OrderedDict.__getitem__(REGISTRY, "counter")[1]["made"] = 0
     torch.manual_seed(0)
     model = Stateful(change)
@@ -136,7 +146,7 @@ def losses(change: Callable[[Any, Tensor], float]) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         found.append(float(loss.detach()))
-    return found
+    return [*found, float(next(SHARED))]
 
 
 @pytest.mark.parametrize("change", KINDS, ids=lambda kind: kind.__name__)

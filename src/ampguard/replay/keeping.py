@@ -44,6 +44,8 @@ class StateKeeper:
         self._seen: set[int] = set()
         self._kept: list[Any] = []
         self._elements = 0
+        self._copies: dict[int, Any] = {}
+        """What stands in the place of an iterator: a second run uses up the copy, and the script keeps its own."""
 
     def restore(self) -> None:
         for undo in reversed(self._undo):
@@ -51,6 +53,7 @@ class StateKeeper:
         self._undo.clear()
         self._seen.clear()
         self._kept.clear()
+        self._copies.clear()
 
     def keep(self, value: Any, depth: int = 0) -> None:
         """Keep whatever state `value` is or holds."""
@@ -116,7 +119,7 @@ class StateKeeper:
         self._undo.append(restore)
         for name, value in before.items():
             if self._is_iterator(value):
-                before[name] = _copied(value)
+                attributes[name] = self._copy_of(value)
             else:
                 self.keep(value, depth + 1)
 
@@ -132,6 +135,8 @@ class StateKeeper:
                 elif not name.startswith("__") and not callable(value) and not isinstance(value, OPAQUE):
                     self.keep(value, 1)
                     self._undo.append(_binding(base, name, value))
+                    if self._is_iterator(value):
+                        setattr(base, name, self._copy_of(value))
 
     def keep_function(self, function: Any, depth: int = 0) -> None:
         """What a function of the user's can reach: its closure, its defaults, the globals that it names."""
@@ -142,8 +147,11 @@ class StateKeeper:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):
                 if not isinstance(cell.cell_contents, nn.Module):
-                    self.keep(cell.cell_contents, depth + 1)
-                    self._undo.append(_filled(cell, cell.cell_contents))
+                    value = cell.cell_contents
+                    self.keep(value, depth + 1)
+                    self._undo.append(_filled(cell, value))
+                    if self._is_iterator(value):
+                        cell.cell_contents = self._copy_of(value)
         for value in function.__defaults__ or ():
             self.keep(value, depth + 1)
         scope = function.__globals__
@@ -155,7 +163,9 @@ class StateKeeper:
                 self.keep_function(value, depth + 1)
             elif not isinstance(value, (*OPAQUE, type, nn.Module)):
                 self.keep(value, depth + 1)
-                self._undo.append(_entry(scope, name, _copied(value) if self._is_iterator(value) else value))
+                self._undo.append(_entry(scope, name, value))
+                if self._is_iterator(value):
+                    scope[name] = self._copy_of(value)
 
     def _keep_container(self, container: Any, depth: int) -> None:
         if len(container) > MAX_ITEMS:
@@ -199,6 +209,13 @@ class StateKeeper:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not where.startswith(("torch.", "builtins", "logging", "threading")):
             self.keep_attributes(attributes, depth)
+
+    def _copy_of(self, iterator: Any) -> Any:
+        """One copy for an iterator that is reached on several ways."""
+        if id(iterator) not in self._copies:
+            self._kept.append(iterator)  # so that its identity stays its own
+            self._copies[id(iterator)] = _copied(iterator)
+        return self._copies[id(iterator)]
 
     @staticmethod
     def _is_iterator(value: Any) -> bool:
