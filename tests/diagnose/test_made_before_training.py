@@ -400,3 +400,29 @@ def test_weights_that_the_script_mends_are_not_blamed(guard: Guard) -> None:
     run = guard(body)
     assert (run.causes, run.first.step) == (["division-by-zero"], 2)
     assert "made_before" not in run.first.evidence
+
+
+def test_what_only_hands_bad_values_on_has_not_made_them(guard: Guard) -> None:
+    """Batches of a loop under `torch.func`: the view that the loss takes of one is no maker, nor before the first step."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1)
+        weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+
+        def loss_of(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(net, p, (x[None],)).square().mean()
+
+        for step in range(9):
+            x = torch.randn(16, 8).abs()
+            if step == 5:
+                x[0] -= 9
+            x[:, 0].log_()
+            of_samples = torch.func.vmap(torch.func.grad_and_value(loss_of), in_dims=(None, 0))
+            gradients, _ = of_samples(weights, x)
+            weights = {name: p - 0.05 * gradients[name].nan_to_num().mean(0) for name, p in weights.items()}
+
+    run = guard(body)
+    assert (run.faults, run.causes, run.first.step) == (0, ["nonfinite-input"], 5)
+    assert "made_before" not in run.first.evidence
+    assert "before its first step" not in run.first.explanation

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.events.log import EventLog, versions_in
-from ampguard.capture.events.operands import leaves, refs_of
+from ampguard.capture.events.operands import held_by, leaves, refs_of
 from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.glue.originals import MetFunctions
 from ampguard.capture.glue.preprocessing import MOVES
@@ -279,11 +279,18 @@ class BeforeTraining(FunctionMode):
     def keep_from(self, log: EventLog) -> None:
         """The first step begins: of what was taped before it, keep what is not finite, for the steps to come."""
         bad: list[tuple[weakref.ref[Tensor], Ref]] = []
+        given: set[int] = set()
+        """Events that were given what is bad: they have not made it so."""
         for event in log.kept_since(0):
             if isinstance(event, GlueOp):
                 for weak in event.outputs:
                     tensor = weak()
                     if tensor is not None and self._may_look_at(tensor) and not self._is_finite(tensor):
+                        if any(ref.event in given for ref in refs_of(event)) or not all(
+                            self._is_finite(held.tensor) for held in held_by(event) if self._may_look_at(held.tensor)
+                        ):
+                            given.add(event.index)
+                            continue
                         ref = log.lookup(tensor)
                         if ref is not None:
                             bad.append((weak, ref))
