@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 from ampguard import compat
+from ampguard.capture.script_signals import HandlerRaised, is_of_handler
 from ampguard.compat import asked_classes, classes_are_asked, dispatch_modes_on, function_modes_on, is_default_device
 
 T = TypeVar("T")
@@ -30,13 +31,15 @@ class OwnMode(Protocol):
 
 
 class FaultBarrier:
-    """Catches every exception but `StopRun`, `KeyboardInterrupt` and `SystemExit`."""
+    """Catches every exception but `StopRun`, `KeyboardInterrupt` and `SystemExit`, and what the script's signal handlers raise."""
 
     def __init__(self, on_fault: Callable[[Exception], None], acts_in_captures: bool = False) -> None:
         """`acts_in_captures`: what goes through it was asked for by the user (another precision), in CUDA graphs as well."""
         self._on_fault = on_fault
         self._captures: Set[int] = _NONE if acts_in_captures else captures_underway
         self.tripped = False
+        self._let_out: Exception | None = None
+        """The last exception of a signal handler that was let out."""
         self.own_modes = 0
         """Dispatch modes of ours on the stack (the tape): they need no hiding from."""
         self.calls: OwnMode | None = None
@@ -80,7 +83,12 @@ class FaultBarrier:
                     return function(*args)
             finally:
                 self.is_hiding = False
+        except HandlerRaised as raised:
+            self._let_out = raised.error
+            raise raised.error from None
         except Exception as fault:
+            if self._is_let_out(fault):
+                raise
             self.trip(fault)
             return None
 
@@ -90,9 +98,20 @@ class FaultBarrier:
             return None
         try:
             return function(*args)
+        except HandlerRaised as raised:
+            self._let_out = raised.error
+            raise raised.error from None
         except Exception as fault:
+            if self._is_let_out(fault):
+                raise
             self.trip(fault)
             return None
+
+    def _is_let_out(self, error: Exception) -> bool:
+        """Whether it is none of ours: a signal handler of the script's has raised it."""
+        if error is not self._let_out and is_of_handler(error):
+            self._let_out = error
+        return error is self._let_out
 
     def is_observed(self) -> bool:
         """Whether modes of the script are active, which must not see what we do."""

@@ -21,6 +21,7 @@ from ampguard import compat
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.capture.root_calls.given_objects import GivenObject, Holder
 from ampguard.capture.root_calls.surroundings import devices_in_use
+from ampguard.capture.script_signals import handlers_may_raise
 from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
@@ -40,6 +41,7 @@ def quiet() -> Iterator[None]:
     try:
         with (
             compat.scripts_default_device(),
+            handlers_may_raise(),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):

@@ -22,6 +22,7 @@ from ampguard.capture.protocol.probes import CallProbes
 from ampguard.capture.raised import is_about_numbers
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.script_signals import handlers_may_raise
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.examiner import Examiner
@@ -336,7 +337,8 @@ class Session:
         if self._overrides is not None and self._overrides.was_before_healing(bad):
             return
         started = time.perf_counter()
-        with self._overrides.memory.apart() if self._overrides is not None else contextlib.nullcontext():
+        apart = self._overrides.memory.apart() if self._overrides is not None else contextlib.nullcontext()
+        with apart, handlers_may_raise():
             self._examiner.examine(bad)
         self._dynamics.pause(time.perf_counter() - started)
 
