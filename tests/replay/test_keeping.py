@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -157,3 +157,61 @@ def test_state_of_a_forward_pass_is_put_back(change: Callable[[Any, Tensor], flo
     assert guarded == plain
     assert session.report is not None
     assert [i.cause for i in session.report.incidents] == ["loss-scale-overflow"], "else nothing was replayed"
+
+
+class Counting(torch.autograd.Function):
+    """Its state enters what it computes."""
+
+    calls = 0
+    seen: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        Counting.seen.append(Counting.calls)
+        return x * (1.0 + 0.01 * len(Counting.seen))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Counting.calls += 100
+        return gradient * 2.0
+
+
+def twice(x: Tensor) -> Tensor:
+    return cast(Tensor, Counting.apply(Counting.apply(x)))
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return twice(self.inner(x))
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_state_of_a_custom_function_is_put_back(is_within: bool, tmp_path: Path) -> None:
+    def train() -> list[float]:
+        Counting.calls = 0
+        Counting.seen.clear()
+        torch.manual_seed(0)
+        model = Calls() if is_within else nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(6):
+            x = torch.randn(2, 4) / (step != 3)
+            loss = (model(x) if is_within else twice(model(x))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            found.append(float(loss.detach()))
+        return [*found[:3], *found[4:], float(Counting.calls), float(len(Counting.seen))]
+
+    plain = train()
+    with ampguard.watch(out=tmp_path / "run") as session:
+        guarded = train()
+    assert guarded == plain
+    assert session.report is not None
+    assert [i.cause for i in session.report.incidents if i.severity == "error"], "else nothing was replayed"

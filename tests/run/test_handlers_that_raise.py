@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import ampguard
 from ampguard.capture.barrier import FaultBarrier
 
-
 ANSWERED: set[int] = set()
 
 

@@ -31,7 +31,7 @@ class OwnMode(Protocol):
 
 
 class FaultBarrier:
-    """Catches every exception but `StopRun`, `KeyboardInterrupt` and `SystemExit`, and what the script's signal handlers raise."""
+    """Catches all but `StopRun`, `KeyboardInterrupt`, `SystemExit`, and what the script's own signal handlers raise."""
 
     def __init__(self, on_fault: Callable[[Exception], None], acts_in_captures: bool = False) -> None:
         """`acts_in_captures`: what goes through it was asked for by the user (another precision), in CUDA graphs as well."""

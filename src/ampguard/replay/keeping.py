@@ -130,8 +130,8 @@ class StateKeeper:
                 continue
             self._seen.add(id(base))
             for name, value in list(vars(base).items()):
-                if isinstance(value, types.FunctionType):
-                    self.keep_function(value)
+                if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+                    self.keep_function(getattr(value, "__func__", value))
                 elif not name.startswith("__") and not callable(value) and not isinstance(value, OPAQUE):
                     self.keep(value, 1)
                     self._undo.append(_binding(base, name, value))
@@ -161,6 +161,8 @@ class StateKeeper:
             value = scope[name]
             if isinstance(value, types.FunctionType):
                 self.keep_function(value, depth + 1)
+            elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                self.keep_class(value)  # what its forward and backward write to
             elif not isinstance(value, (*OPAQUE, type, nn.Module)):
                 self.keep(value, depth + 1)
                 self._undo.append(_entry(scope, name, value))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.glue.functions import Applied
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.capture.root_calls.given_objects import GivenObject, Holder
 from ampguard.capture.root_calls.surroundings import devices_in_use
@@ -211,7 +212,7 @@ class ModuleSandbox:
         is_users = not type(module).__module__.startswith("torch.nn")
         if is_users:
             keeper.keep_attributes(attributes)
-            keeper.keep_class(type(module))
+            keeper.keep_class(module.function if isinstance(module, Applied) else type(module))
             for name, value in list(attributes.items()):  # a tensor that is written to in place: let it be a clone
                 if isinstance(value, Tensor) and value.numel() <= MAX_ATTRIBUTE_COPY and not value.requires_grad:
                     attributes[name] = copy = value.clone()
