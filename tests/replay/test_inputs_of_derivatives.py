@@ -143,3 +143,36 @@ def test_what_is_joined_before_the_network_late_in_a_run(
     assert " / " in run.first.location.code
     assert run.first.evidence["rung"] == "replay"
     assert run.first.fixes[0].verified
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_penalty_on_a_batch_that_is_written_to_first(clears: bool, guard: Callable[..., Any]) -> None:
+    """WGAN-GP's: the batch wants a gradient only behind what is written to it in place."""
+
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(net.parameters())
+        losses = []
+        for step in range(6):
+            x = torch.randn(16, 8)
+            if clears or step == BAD:
+                x[x > 1.5] = 0.0
+            if step == BAD:
+                x[3, 2] = float("nan")
+            x.requires_grad_()
+            out = net(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            if loss.isfinite():
+                optimizer.step()
+        return losses
+
+    run = guard(train)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("nonfinite-input", BAD)
+    assert run.first.evidence["samples"] == [3]
+    assert {fix.action for fix in run.first.fixes if fix.verified} == {"filter-sample", "fix-data"}

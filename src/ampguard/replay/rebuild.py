@@ -45,6 +45,9 @@ from ampguard.replay.tracer import ReplayMode, Unwatching, in_groups
 from ampguard.replay.variants import AS_IT_RAN, CodePlace, RunKey, Variant
 from ampguard.replay.written import GivenWrittenError, not_given
 
+MOST_VIEWS = 8
+"""Of views of views that are followed to what they show a part of."""
+
 
 class Replayer:
     """Replays the events that lead to one bad result, as often as asked."""
@@ -64,6 +67,7 @@ class Replayer:
         `remakes_weights`: those that the script's own update has made bad are made again, from gradients that are given.
         """
         self.bad = bad
+        self._recorder = recorder
         self._tangents = tangents_in(bad.record, recorder.log.tangents)
         self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
@@ -77,9 +81,7 @@ class Replayer:
         self._ran_in: dict[int, torch.dtype] = {}
         """By event: the low precision that operators outside modules were given, which autocast may cast to."""
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
-        self._differentiated_by = {
-            ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
-        }
+        self._wanting_from = self._begin_to_want()
         self._differentiates_within = False
         """Whether a module takes derivatives in its own forward pass: what that saves is needed then."""
         self.scale_factor = 1.0
@@ -90,7 +92,6 @@ class Replayer:
         """A change that every replay has."""
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
-        self._recorder = recorder
         self._hidden: dict[tuple[CodePlace, int], int] = {}
         self._written: set[int] = set()
         """What the record holds and the step writes to through views (a batch that is a slice of the data), by identity."""
@@ -266,11 +267,13 @@ class Replayer:
                         error = refusal
                         break
                     raise
-                for position, tensor in enumerate(outputs):
-                    ref = Ref(event.index, position)
-                    if ref in self._differentiated_by and not tensor.requires_grad:
-                        tensor = tensor.detach().requires_grad_()  # as the script did, after it was made
-                    values.made[ref] = tensor
+                values.made |= {Ref(event.index, position): tensor for position, tensor in enumerate(outputs)}
+                for ref in self._wanting_from.get(event.index, ()):
+                    replaced = values.replaced.pop(ref, None)
+                    tensor = values.made.get(ref) if replaced is None else replaced
+                    if tensor is not None and not tensor.requires_grad:  # as the script did, after it was made
+                        is_written = replaced is None and ref.event != event.index  # which is known of this very one
+                        values.made[ref] = (tensor if is_written else tensor.detach()).requires_grad_()
                 self._put_on_hooks(event, outputs)
                 ran.append((event, outputs))
         mode.tangents.tell(trace)
@@ -294,6 +297,34 @@ class Replayer:
         outcome.has_true_derivatives = mode.changed_nodes.are_known
         outcome.output_names = values.names
         return outcome
+
+    def _begin_to_want(self) -> dict[int, list[Ref]]:
+        """By event: what is differentiated with respect to and wants its gradient from there on, once nothing more is written to
+        it in place (`x[mask] = 0; x.requires_grad_()`)."""
+        found: dict[int, list[Ref]] = {}
+        known: set[Ref] = set()
+        for call in self.events:
+            for ref in refs_in(call.args[2]) if isinstance(call, BackwardCall) else ():
+                if ref not in known:
+                    known.add(ref)
+                    writes = [e.index for e in self.events if e.index < call.index and self._writes_to(e, ref)]
+                    found.setdefault(max((ref.event, *writes)), []).append(ref)
+        return found
+
+    def _writes_to(self, event: Event, made: Ref) -> bool:
+        """Whether an operator writes to the memory of what another event made, itself or a view of it."""
+        tape = self._recorder.tape
+        if not isinstance(event, GlueOp) or 0 not in tape.overwritten(event.func) or not event.args:
+            return False
+        target = event.args[0]
+        for _ in range(MOST_VIEWS):
+            if target == made or not isinstance(target, Ref):
+                break
+            by = self.bad.record.event(target.event)
+            if not isinstance(by, GlueOp) or not by.args or not tape.shares_memory(by.func):
+                break
+            target = by.args[0]
+        return bool(target == made)
 
     def _put_on_hooks(self, event: Event, outputs: list[Tensor]) -> None:
         """The script's hooks on what an event made, outside modules."""

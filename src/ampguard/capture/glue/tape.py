@@ -291,6 +291,11 @@ class GlueTape(compat.DispatchMode):
         """Positions of the arguments that `func` writes to."""
         return (self._facts.get(func) or self._learn(func)).writes
 
+    def shares_memory(self, func: Any) -> bool:
+        """Whether what `func` returns lies in the memory of its first argument: a view of it, or what it has written to."""
+        facts = self._facts.get(func) or self._learn(func)
+        return facts.is_view or 0 in facts.writes
+
     def _learn(self, func: Any) -> _Facts:
         writes = compat.positions_written(func)
         is_random = torch.Tag.nondeterministic_seeded in func.tags

@@ -209,7 +209,9 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
     if evidence.given is None or describe_state(evidence) is not None:
         return None
     element = evidence.given_tensor
-    if element is None or element.grad_fn is not None:  # a computed value is no data
+    if element is not None and element.grad_fn is not None:
+        element = _leaf_behind_clone(element)  # else a computed value, which is no data
+    if element is None:
         return None
     if evidence.intended and not evidence.chain.is_data and not _carries_data(evidence):
         return None
@@ -235,6 +237,15 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
     name = _attribute_name(evidence, element) or variable_name(element) or "a tensor"
     is_batch = compat.is_dense(value) and _is_per_sample(evidence, value)
     return NamedTensor(name, CONSTANT, element, value, bad_samples(value), is_batch=is_batch)
+
+
+def _leaf_behind_clone(element: Tensor) -> Tensor | None:
+    """The tensor that a module was given a clone of in a replay: a batch whose own gradient is asked for (a penalty)."""
+    node = element.grad_fn
+    if node is None or node.name() != "CloneBackward0":
+        return None
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return leaf if isinstance(leaf, Tensor) else None
 
 
 def _made_for_the_loss(evidence: Evidence, value: Tensor) -> NamedTensor | None:
