@@ -68,6 +68,7 @@ def told(run: Watched) -> Incident:
     [
         (one_cycle(10_000), 4, 12, "info"),
         (one_cycle(112, 0.05), 3, 12, "info"),
+        (one_cycle(140, 0.05), 4, 12, "warning"),
         (one_cycle(30), 4, 12, "warning"),
         (one_cycle(10_000, 0.0004), 4, 12, "warning"),
         (warmed_up(500), 4, 12, "info"),

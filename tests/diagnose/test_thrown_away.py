@@ -62,6 +62,13 @@ def test_a_rate_far_too_high_behind_a_norm_is_a_divergence(rate: float, guard: G
     assert all("updates stay as large" in (fix.outcome or "") for fix in first.fixes if fix.verified)
 
 
+def test_weights_that_grow_severalfold_under_a_high_rate_are_none(guard: Guard) -> None:
+    """Float32 goes on with them: the cause is the precision, and a smaller rate one of its fixes."""
+    first = guard(lambda: trained(1.2, gain=30.0)).first
+    assert (first.cause, first.fixes[0].verified) == ("fp16-overflow", True)
+    assert "force-fp32" in [fix.action for fix in first.fixes]
+
+
 def test_weights_that_begin_too_large_are_none(guard: Guard) -> None:
     first = guard(lambda: trained(1e-3, gain=3e5)).first
     assert (first.cause, first.fixes[0].verified) == ("fp16-overflow", True)

@@ -25,8 +25,8 @@ LOST_MOVES = 3
 """Fewer are nothing."""
 LOST_SHARE = 0.1
 """Of a schedule, or of the moves of a run."""
-LOST_WARM_UP = 0.75
-"""Of a warm-up: most of it."""
+LOST_WARM_UP = 0.5
+"""Of a warm-up: more than so many moves, and half of it."""
 LATE_MOVES, FEWEST_LATE = 32, 8
 """Moves behind the first step that was made, from which on it is told that steps go on being skipped; so many of them lost."""
 MORE_MOVES = 1.125
@@ -62,7 +62,8 @@ class _Known:
         may_go_on = self.lost_later >= FEWEST_LATE and self.moves_later >= LATE_MOVES
         if may_go_on and self.lost_later >= LOST_SHARE * self.moves_later:
             return True
-        has_lost_warm_up = self.warm_up is not None and self.lost >= LOST_WARM_UP * self.warm_up
+        is_half = self.warm_up is not None and self.lost >= LOST_WARM_UP * self.warm_up
+        has_lost_warm_up = is_half and self.lost > LOST_MOVES
         return has_lost_warm_up or (self.length is not None and self.lost >= LOST_SHARE * self.length)
 
     @property

@@ -14,7 +14,7 @@ from ampguard.capture.sampling.weights import WeightSample
 from ampguard.diagnose.dynamics.climb import RISEN, RISEN_STEEPLY, fall_from, is_progress
 from ampguard.diagnose.dynamics.diverged import told
 from ampguard.diagnose.dynamics.finding import Situation
-from ampguard.diagnose.dynamics.growth import GREW_AT_ONCE, growth_by_own_updates
+from ampguard.diagnose.dynamics.growth import growth_by_own_updates
 from ampguard.diagnose.dynamics.proportion import before_its_update
 from ampguard.diagnose.dynamics.trajectory import is_number
 from ampguard.diagnose.words import number
@@ -22,8 +22,11 @@ from ampguard.incident import Fix, Incident
 
 OF_RANGE = frozenset(["fp16-overflow", "gradient-overflow"])
 """Failures that a wider type bears."""
-LATE, NO_BETTER = 5, 0.8
-"""A loss has not fallen where the last ones are still this share of the first, half of them at least."""
+LATE = 5
+"""Losses at the end: where half of them are below the first, it has fallen."""
+GREW_FAR = 16.0
+"""Times the weights they were. Under a high rate they grow tenfold in trainings that go on well in float32: there it is the
+low precision that has ended the run."""
 WORSE = 2.0
 """Times the first loss: one beyond it is no better than that, whatever the batches do."""
 
@@ -47,9 +50,9 @@ def thrown_away(incident: Incident, situation: Situation) -> Incident | None:
     if not has_come_down and is_number(wide) and abs(wide) >= RISEN_STEEPLY * usual > 0:
         return told(incident, situation, fall_from(losses, began), None, None)
     growth = growth_by_own_updates(situation, began, 1.0)
-    has_grown = growth is not None and growth[1] and growth[0] >= GREW_AT_ONCE
+    has_grown = growth is not None and growth[1] and growth[0] >= GREW_FAR
     late = median(abs(loss) for _, loss in losses[1:][-LATE:]) if len(losses) > 1 else 0.0
-    if growth is None or not has_grown or not late >= NO_BETTER * abs(losses[0][1]) > 0:
+    if growth is None or not has_grown or not late >= abs(losses[0][1]) > 0:
         return None
     answer = told(incident, situation, fall_from(losses, min(began, losses[-1][0])), growth[0], None)
     return msgspec.structs.replace(answer, fixes=(*answer.fixes, *(_of_numbers_only(fix) for fix in incident.fixes)))
