@@ -255,7 +255,8 @@ class _Pair:
         names = [] if other is None else differing(sums, other)
         forgotten: LeftOut | None = None
         is_by_hand = self._by_hand and self._are_averaged(sums, other)
-        was_averaged = reduced is not None and self._proven >= PROVEN and course is not None
+        is_kept_alike = reduced is not None and reduced.wrapped is None and self._proven >= PROVEN
+        was_averaged = is_kept_alike and course is not None
         if self._by_hand and not is_by_hand and not was_averaged:
             forgotten = _left_out(sums, other, reduced)
             if forgotten is None:
