@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ampguard
 from ampguard.engine.checkpoint import seal
+from ampguard.engine.policies import Rollback
 from ampguard.errors import CheckpointError, PoisonedStateError
 
 NAN = float("nan")
@@ -50,6 +51,27 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(mode: str, accumulat
     assert same(weights(whole), weights(second))
     assert whole.state_dict()["seal"] == second.state_dict()["seal"]
     assert whole.get_scale() == second.get_scale()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_resumed_run_is_rolled_back_to_the_state_of_the_uninterrupted_one(
+    on_disk: bool, accumulate: int, tmp_path: Path
+) -> None:
+    def begun(name: str, seed: int = 0) -> ampguard.Amp:
+        policy = Rollback(every=4, folder=tmp_path / name if on_disk else None)
+        return made("bf16", seed=seed, accumulate=accumulate, on_nonfinite=policy)
+
+    whole, second = begun("whole"), begun("second", seed=5)
+    train(whole, range(10))
+    state = through_a_file(whole.state_dict())
+    losses = train(whole, range(10, 40), spoil={13: NAN})
+    assert whole.policy.rollbacks == 1
+    train(second, range(2))
+    second.load_state_dict(state)
+    assert train(second, range(10, 40), spoil={13: NAN})[4:] == losses[4:]
+    assert second.policy.rollbacks == 1
+    assert same(weights(whole), weights(second))
 
 
 @pytest.mark.parametrize("is_unscaled", [False, True])

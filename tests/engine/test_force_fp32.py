@@ -303,3 +303,27 @@ def test_many_decorated_functions_are_compiled_each_for_itself() -> None:
 
         with torch.autocast("cpu", torch.float16):
             assert torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(3)).item() == 3 * factor
+
+
+def test_what_two_have_forced_stays_so_until_both_undo_it() -> None:
+    model, x = Net(), torch.full((1, 16), 1.001)
+
+    def is_in_float32() -> bool:
+        exact = model.head(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.equal(model.head(x).float(), exact)
+
+    first, second = (ampguard.force_fp32(model, "head") for _ in range(2))
+    first.undo()
+    first.undo()
+    assert is_in_float32()
+    second.undo()
+    assert not is_in_float32()
+
+
+@pytest.mark.parametrize("pattern", ["again", "ag*", "inner.tied.0"])
+def test_a_module_that_is_held_twice_has_two_paths(pattern: str) -> None:
+    model = Net()
+    model.again = model.head
+    model.inner = nn.ModuleDict({"tied": nn.Sequential(model.head), "around": nn.ModuleList([model])})
+    assert ampguard.force_fp32(model, pattern).modules == [model.head]

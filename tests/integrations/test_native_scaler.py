@@ -299,6 +299,18 @@ def test_gradients_that_wait_for_their_step_follow_the_scale() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_inside_a_window_follow_a_scale_that_is_loaded() -> None:
+    model, (first, second) = network(), batches(2)
+    optimizer, scaler = SGD(model.parameters(), 0.1), NativeScalerWithGradNormCount()
+    scaler(loss_of(model, first) / 2, optimizer, update_grad=False)
+    scaler.load_state_dict(NativeScalerWithGradNormCount(init_scale=2.0**8).state_dict())
+    norm = scaler(loss_of(model, second) / 2, optimizer)
+    exact = network()
+    (loss_of(exact, first) / 2 + loss_of(exact, second) / 2).backward()
+    truth = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters()])
+    assert float(norm) == pytest.approx(float(truth), rel=1e-2)
+
+
 def test_second_order_optimizers_get_a_graph() -> None:
     """AdaHessian differentiates the gradients, as timm and Swin let it with `create_graph`."""
     model = nn.Linear(4, 1)

@@ -341,6 +341,12 @@ class Amp:
         Tensors are references, as in PyTorch's state_dict: save or copy them before training goes on. Raises
         PoisonedStateError where parameters, statistics or optimizer state hold NaN or Inf.
         """
+        state = self.present_state()
+        self.policy.saved(self, state)
+        return state
+
+    def present_state(self) -> dict[str, Any]:
+        """As `state_dict`, for a policy's own use: it is not told that a checkpoint is being made."""
         self.verdicts.settle()
         with self.mode.as_trained():
             return self._checkpoint.state_dict()

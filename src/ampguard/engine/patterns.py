@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.errors import PatternError
 
 MAX_NEAREST = 4
@@ -19,12 +20,14 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
     """The modules whose path matches any pattern, outermost only: what lies inside a match is covered by it.
 
     `*` stands for anything, dots included. "" names the model itself. Of a container the modules that it holds are
-    meant. Raises PatternError for a pattern that matches nothing, or nothing that is ever called.
+    meant. A module that is held twice may be named by either path. Raises PatternError for a pattern that matches nothing, or nothing that is ever called.
     """
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matched = {name: m for name, m in modules.items() if (name or not pattern) and fnmatchcase(name, pattern)}
+        matched = _matched(modules, pattern)
+        if not matched:
+            matched = _matched(dict(_further_paths(model)), pattern)
         if not matched:
             raise PatternError(_nothing_matches(pattern, type(model).__name__, list(modules)))
         called = called_in(matched)
@@ -32,6 +35,21 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
             raise PatternError(_nothing_called(pattern, matched))
         found |= called
     return outermost(found)
+
+
+def _matched(modules: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
+    return {name: m for name, m in modules.items() if (name or not pattern) and fnmatchcase(name, pattern)}
+
+
+def _further_paths(
+    model: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every path to every module: `named_modules` has one alone of each. A module that holds one around it ends there."""
+    around = (*around, model)
+    for name, held in compat.children_of(model).items():
+        if held is not None and not any(held is one for one in around):
+            yield f"{path}{name}", held
+            yield from _further_paths(held, f"{path}{name}.", around)
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -216,7 +216,7 @@ class EngineScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of this class or of GradScaler; one that was switched off leaves the scale as it is.
 
-        Raises CheckpointError for a bad one, and changes nothing then.
+        Gradients inside an accumulation window follow the scale. Raises CheckpointError for a bad one, and changes nothing then.
         """
         if not isinstance(state, Mapping):
             raise CheckpointError(
@@ -228,7 +228,7 @@ class EngineScaler:
         if not state or state.get("enabled", True) is False:
             logger.info("the saved loss scale was switched off: training begins with %g", self._read_scale())
             return
-        before = self._loss_scale.state_dict()
+        before, scale_before = self._loss_scale.state_dict(), self._loss_scale.value.clone()
         try:
             self._loss_scale.load_state_dict(state)
             if "masters" in state:
@@ -241,6 +241,7 @@ class EngineScaler:
             self._loss_scale.load_state_dict(before)
             raise
         self._announcer = self._new_announcer(was_loaded=True)
+        self._rescale(self._loss_scale.value / scale_before)
 
     # --- the steps in between -----------------------------------------------------------------------------------------
 

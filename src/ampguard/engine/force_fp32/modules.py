@@ -46,12 +46,15 @@ class ForcedModules:
 
         `without_floats`: the type of results of modules whose inputs hold no floats, where that is to be a low one.
         """
-        changed = {name: m for name, m in modules.items() if not is_forced(m)}
-        self._modules = [weakref.ref(m) for m in changed.values()]
+        self._modules: list[weakref.ref[nn.Module]] = []
         """A model that nobody trains any more is not kept for this."""
         self.names = tuple(modules)
-        for name, module in changed.items():
-            _change_class(name, module, _Way(cast_back, copies_too, without_floats))
+        for name, module in modules.items():
+            if not is_forced(module):
+                _change_class(name, module, _Way(cast_back, copies_too, without_floats))
+                _holders[module] = 0
+            _holders[module] = _holders.get(module, 1) + 1  # a copy of a forced module is so by itself
+            self._modules.append(weakref.ref(module))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -68,8 +71,14 @@ class ForcedModules:
         return any(module in _met_low or type(module) in _ran_as_replicas for module in self.modules)
 
     def undo(self) -> None:
+        """As they were; what others have forced as well stays in float32 until they undo it, too."""
         for module in self.modules:
-            if is_forced(module):
+            if not is_forced(module):
+                continue
+            left = _holders.pop(module, 1) - 1
+            if left > 0:
+                _holders[module] = left
+            else:
                 module.__class__ = type(module).__mro__[1]
         self._modules = []
 
@@ -104,6 +113,8 @@ def _change_class(name: str, module: nn.Module, way: _Way) -> None:
         ) from error
 
 
+_holders: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""How many hold a module in float32. Copies of forced modules are in none of these counts."""
 _ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Forced modules whose forward pass was called."""
 _met_low: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampguard.errors import NonfiniteError
 
@@ -56,6 +57,9 @@ class Policy:
 
     def begin(self, amp: Amp) -> None:
         """The first forward pass is about to begin."""
+
+    def saved(self, amp: Amp, state: Mapping[str, Any]) -> None:
+        """A state is given away to be saved; its tensors are references. A resumed run goes on from there."""
 
     def loaded(self, amp: Amp) -> None:
         """Another state was loaded: the training goes on from there."""

@@ -63,6 +63,11 @@ class Rollback(Policy):
     def begin(self, amp: Amp) -> None:
         self._take(amp, amp.steps, bool)  # perhaps this rank alone evaluates first
 
+    def saved(self, amp: Amp, state: Mapping[str, Any]) -> None:
+        """What a resumed run would go back to, this one does as well. Of several ranks perhaps one alone saves."""
+        if self._taken_at is not None and not compat.several_ranks():
+            self._took(state, amp, amp.steps)
+
     def loaded(self, amp: Amp) -> None:
         if self._taken_at is not None:  # of the training that was before; `begin` has still to take one else
             self.begin(amp)
@@ -74,12 +79,15 @@ class Rollback(Policy):
     def _take(self, amp: Amp, step: int, all_agree: Callable[[bool], bool]) -> None:
         why, state = "that of another rank holds NaN or Inf", None
         try:
-            state = amp.state_dict()
+            state = amp.present_state()
         except PoisonedStateError as error:
             why = str(error)
         if not all_agree(state is not None) or state is None:
             logger.warning("no snapshot is taken before step %d. %s", amp.verdicts.attempts, why)
             return
+        self._took(state, amp, step)
+
+    def _took(self, state: Mapping[str, Any], amp: Amp, step: int) -> None:
         self._keep(state)
         self._taken_at, self._taken_before = step, amp.verdicts.attempts
 
