@@ -335,6 +335,57 @@ def test_the_first_steps_of_a_later_optimizer_are_looked_at_as_well(
     assert (run.faults, run.first.cause, run.first.step) == (0, "optimizer-underflow", 5)
 
 
+class SecondMoments(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        state["t"] = state.get("t", 0) + 1
+        state["v"] = 0.9 * state.get("v", torch.zeros_like(p)) + 0.1 * p.grad**2
+        return p.grad * state["v"].rsqrt()  # <- here
+
+
+def unfrozen(is_held: bool, kind: type[torch.optim.Optimizer]) -> None:
+    """Of a frozen layer one output has no gradient: its second moments are 0. `is_held`: the optimizer has it at first."""
+    torch.manual_seed(0)
+    frozen, head = nn.Linear(6, 4), nn.Linear(4, 3)
+    with torch.no_grad():
+        head.weight[:, 2] = 0.0
+    frozen.requires_grad_(False)
+    optimizer = kind((nn.Sequential(frozen, head) if is_held else head).parameters(), lr=1e-3)
+    for step in range(12):
+        if step == 8:
+            frozen.requires_grad_(True)
+            if not is_held:
+                optimizer.add_param_group({"params": list(frozen.parameters())})
+            with torch.no_grad():
+                head.weight[:, 2] = 0.0
+        optimizer.zero_grad()
+        F.cross_entropy(head(frozen(torch.randn(8, 6))), torch.randint(3, (8,))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_first_steps_that_reach_an_unfrozen_part_are_looked_at(
+    is_held: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_steps, "FREE_STEPS", 2)
+    monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    run = guard(lambda: unfrozen(is_held, SecondMoments))
+    assert (run.faults, run.first.cause, run.first.step) == (0, "optimizer-underflow", 8)
+    assert "# <- here" in run.first.location.code
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_an_unfrozen_part_was_not_bad_from_the_beginning(
+    is_held: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that step is not looked at, the weights are found bad in the next one."""
+    monkeypatch.setattr(own_steps, "FREE_STEPS", 0)
+    monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    run = guard(lambda: unfrozen(is_held, SecondMoments))
+    assert (run.faults, run.first.cause, run.first.step) == (0, "nonfinite-parameter", 9)
+    assert run.first.evidence["since_step"] == 8
+    assert "initialisation" not in run.first.explanation
+
+
 class Plain:
     """Adam of a script that knows no `torch.optim`: one number too small for float16."""
 

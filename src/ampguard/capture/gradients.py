@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard.capture.by_hand import UpdateByHand
 from ampguard.capture.cleaned import CleanedGradients
 from ampguard.capture.cut_to_zero import CutToZero
 from ampguard.capture.events.log import EventLog
@@ -39,6 +40,7 @@ class GradientWatch:
         """The last step in which the guard itself has put finite gradients in the place of bad ones: the script has not."""
         self.cleaned = CleanedGradients()
         self.on_device = DeviceGradients(log, judge.gradients.were_bad)
+        self.by_hand = UpdateByHand(judge.gradients.report)
         self._log = log
         self._judge = judge.gradients
         self._judge_of_losses = judge
@@ -231,7 +233,11 @@ class GradientWatch:
         held_off, scaler = self._scale_held_off(), self.scaler
         is_past = held_off is None and scaler is not None and scaler.is_enabled()
         scale = float(scaler.get_scale()) if is_past else held_off
-        self._judge.are_bad(parameters, scale, is_held_off=held_off is not None, since=since, is_past_scaler=is_past)
+        parameters = list(parameters)
+        report = None if self.on_device.waits_always else lambda bad: self.by_hand.begins(bad, parameters)
+        self._judge.are_bad(
+            parameters, scale, is_held_off=held_off is not None, since=since, is_past_scaler=is_past, report=report
+        )
 
     def _scale_held_off(self) -> float | None:
         """The loss scale of one that takes back what it has spoilt, where no optimizer's step could be held off."""

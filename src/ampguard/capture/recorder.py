@@ -331,6 +331,8 @@ class FlightRecorder:
         """
         if self.tape.is_on_stack:
             self.tape.leave()
+        if self.gradients.by_hand.waiting is not None:
+            self.gradients.by_hand.read()
         if self.ends_run:
             self.listener.on_forward()
         if self.before_training.is_on:
@@ -551,6 +553,7 @@ class FlightRecorder:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
         self.gradients.on_device.read()
+        self.gradients.by_hand.read()
         self.judge.settle_last(error)
         if error is not None and not self.turns.has_begun:
             self._ended_before_training(error)
@@ -565,6 +568,8 @@ class FlightRecorder:
     def _report(self, bad: BadResult) -> None:
         if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()  # what came before it
+        if self.gradients.by_hand.waiting is not None:
+            self.gradients.by_hand.read()
         paused, self.paused = self.paused, True
         if self.tape.is_on_stack:
             self.tape.leave()

@@ -53,7 +53,7 @@ class GradientJudge:
         self._log = log
         self._steps = steps
         self._losses = losses
-        self._report = report
+        self.report = report
         self._plain_leaves = PlainLeaves()
         self.behind_graph: Callable[[BadResult], BadResult] = lambda bad: bad
         """Adds what is known of the CUDA graph that made bad gradients, where one has."""
@@ -75,8 +75,12 @@ class GradientJudge:
         is_past_scaler: bool = False,
         is_replaced: bool = False,
         is_passed_over: bool = False,
+        report: Callable[[BadResult], None] | None = None,
     ) -> None:
-        """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
+        """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there.
+
+        `report`: who is told instead of the listener.
+        """
         parameters = self._with_gradient(parameters, is_replaced)
         is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
         if self._is_from_a_bad_loss(self._steps.count):
@@ -106,7 +110,7 @@ class GradientJudge:
             is_replaced=is_replaced,
             is_passed_over=is_passed_over and loss_scale is not None,
         )
-        self._report(self.behind_graph(bad))
+        (report or self.report)(self.behind_graph(bad))
         self.spoilt.note(parameters)
 
     @property
@@ -117,7 +121,7 @@ class GradientJudge:
     def were_bad(self, bad: BadResult) -> None:
         """The gradients of an earlier update were not finite. What a bad loss brought about is no news: it was judged then."""
         if self._losses.bad_loss_step != bad.step:
-            self._report(bad)
+            self.report(bad)
 
     def _is_from_a_bad_loss(self, step: int) -> bool:
         """Whether the loss of that step was bad: a device is asked for its answer."""
@@ -131,7 +135,7 @@ class GradientJudge:
         if self._is_from_a_bad_loss(self._steps.count) or self.spoilt.are_all_that_is_bad(parameters):
             return
         self.told_until = self._log.next_index
-        self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
+        self.report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
         self.spoilt.note(parameters)
 
     def written_weights_are_bad(self, parameter: Tensor, mode: Literal["train", "eval"]) -> None:
@@ -145,7 +149,7 @@ class GradientJudge:
             return
         given = lineage.given_to(self._log.record, made_by)
         if all(isinstance(t, nn.Parameter) or not is_immediate(t) or is_finite(t) for t in given):
-            self._report(BadResult("loss", mode, self._steps.count, self._log.slice(), (made_by,), is_of_weights=True))
+            self.report(BadResult("loss", mode, self._steps.count, self._log.slice(), (made_by,), is_of_weights=True))
 
     def made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
@@ -153,19 +157,19 @@ class GradientJudge:
         """Anomaly detection found a NaN and ended the backward pass: there are no gradients, but a step to replay."""
         if not self._is_from_a_bad_loss(self._steps.count):
             record, step, wanted = self._log.slice(), self._steps.count, tuple(parameters)
-            self._report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
+            self.report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
 
     def may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
         """Gradients are finite, and may have lost a part to zero."""
         record, step, found = self._log.slice(), self._steps.count, tuple(self._with_gradient(parameters))
-        self._report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
+        self.report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
 
     def may_be_cleaned(self, parameters: Iterable[Tensor], since: int) -> None:
         """Gradients are finite, and the script has done to them what it has never done before."""
         if not self._is_from_a_bad_loss(self._steps.count):
             bad = BadResult("gradient", "train", self._steps.count, self._log.slice(), (), since=since)
             wanted = tuple(self._with_gradient(parameters, may_be_gone=True))
-            self._report(dataclasses.replace(bad, parameters=wanted, is_replaced=True, is_suspected=True))
+            self.report(dataclasses.replace(bad, parameters=wanted, is_replaced=True, is_suspected=True))
 
     def _with_gradient(self, updated: Iterable[Tensor], may_be_gone: bool = False) -> list[Tensor]:
         """Those of an optimizer's tensors that hold a gradient, or may have held one; of a flat buffer, the parameters that lie

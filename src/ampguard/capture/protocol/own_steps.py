@@ -2,7 +2,8 @@
 
 After such a step the gradients are still there, one iteration later they are not. On the CPU each optimizer's first steps
 are looked at, and then every step as long as that takes a small share of the time; on another device, where looking waits,
-the first ones and then those at powers of two. No tensor is copied: what a step counts with plain numbers is noted before
+the first ones and then those at powers of two. The first steps that reach other parameters than those before (a part is
+unfrozen, or added) count as first ones again. No tensor is copied: what a step counts with plain numbers is noted before
 it, so that the step can be run again as it was.
 """
 
@@ -91,6 +92,9 @@ class OwnSteps:
         self.are_own: dict[type, bool] = {}
         """Classes of optimizers that have stepped: whether their `step` is not PyTorch's."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Of each optimizer, since it reaches the parameters that it reaches now."""
+        self._reached: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The most parameters of each optimizer that have had gradients in a step."""
         self._began = math.inf
         self._spent = 0.0
         """Seconds that the looks have taken."""
@@ -121,6 +125,9 @@ class OwnSteps:
         """Note what it counts, where this step will be looked at."""
         start = time.perf_counter()
         self._began = min(self._began, start)
+        reached = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if reached > self._reached.get(optimizer, 0):
+            self._reached[optimizer], self._steps[optimizer] = reached, 0
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if optimizer in self._told or not self._looks_now(optimizer, start):
             return

@@ -203,13 +203,30 @@ class BadSince:
         is_its_own = not self._is_of_another_model(facts)
         if seen is not None and last_good is not None and seen < last_good and is_its_own:
             return f"The weights were not finite already in step {seen}, when they were looked at."
-        if not self._poisoned():
+        poisoned = self._poisoned()
+        if not poisoned:
             return None  # (no optimizer holds it: averaged weights, which may want gradients and get none)
+        if any(_have_moved_bad_ones(optimizer) for optimizer in poisoned):
+            return None  # (though not in all of its steps: a part that was frozen until then)
         written, stepped = facts.get("times_written"), Counter(map(id, self._recorder.steps.made_since(0)))
-        steps = [stepped[id(optimizer)] for optimizer in self._poisoned()]
+        steps = [stepped[id(optimizer)] for optimizer in poisoned]
         if facts.get("is_trained") and written is not None and written < min(steps, default=sum(stepped.values())):
             return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
         return None
+
+
+def _have_moved_bad_ones(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its own state says that it has updated a parameter which is not finite now."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    for state in (optimizer.state[p] for p in held if p in optimizer.state and not is_finite(p.detach())):
+        counts = [float(v) for v in state.values() if _is_count(v)] if isinstance(state, dict) else []
+        if any(count > 0 for count in counts) if counts else bool(state):
+            return True
+    return False
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _rate_fixes(facts: dict[str, Any]) -> tuple[Fix, ...]:
