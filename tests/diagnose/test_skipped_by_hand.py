@@ -1,4 +1,4 @@
-"""Loops without an optimizer and without a scaler, whose own loss scale is too high at first: they skip these steps, or do not."""
+"""Loops without optimizer and scaler whose own loss scale is too high at first: they skip these steps, or do not."""
 
 from __future__ import annotations
 

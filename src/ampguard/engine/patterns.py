@@ -20,7 +20,8 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
     """The modules whose path matches any pattern, outermost only: what lies inside a match is covered by it.
 
     `*` stands for anything, dots included. "" names the model itself. Of a container the modules that it holds are
-    meant. A module that is held twice may be named by either path. Raises PatternError for a pattern that matches nothing, or nothing that is ever called.
+    meant. A module that is held twice may be named by either path. Raises PatternError for a pattern that matches
+    nothing, or nothing that is ever called.
     """
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}

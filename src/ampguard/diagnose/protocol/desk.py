@@ -146,6 +146,12 @@ class ProtocolDesk:
         if known is not None:  # a look at the weights has seen it as well
             self._cases[key] = known
             return
+        if incident.phase == "optimizer" and incident.cause == "overflow":  # of a norm: perhaps how a divergence ends
+            opinion = self._casebook.second_opinion(incident)
+            if isinstance(opinion, Case):
+                self._cases[key] = opinion
+                return
+            incident = _without_clipping(opinion) if opinion.cause == "divergence" else opinion
         self._on_told(incident)
         facts = incident.evidence
         poisons = incident.cause == POISONS or bool(facts.get("found_inf") or facts.get("makes_nan"))
@@ -167,6 +173,12 @@ class ProtocolDesk:
     def _told(self, cause: str) -> Incident | None:
         case = self._casebook.latest(cause)
         return case.incident if case is not None else None
+
+
+def _without_clipping(divergence: Incident) -> Incident:
+    """The script clips already, to no avail."""
+    fixes = tuple(fix for fix in divergence.fixes if fix.action != "clip-gradients" or fix.verified)
+    return msgspec.structs.replace(divergence, fixes=fixes)
 
 
 class Alike:
