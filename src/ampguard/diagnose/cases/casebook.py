@@ -20,6 +20,7 @@ from ampguard.diagnose.cases.past_scaler import PastScaler
 from ampguard.diagnose.cases.poison import Poison
 from ampguard.diagnose.cases.recurrence import calls_behind, goes_on_from
 from ampguard.diagnose.cases.skipped import SkippedSteps
+from ampguard.diagnose.code.torch_name import in_names_of_its_file
 from ampguard.incident import Incident, importance, training_first
 from ampguard.replay.sandbox import neutral_thread
 from ampguard.replay.variants import CodePlace
@@ -82,6 +83,7 @@ class Casebook:
         `poisons`: an optimizer has just made its parameters non-finite; what fails from now on is its doing.
         `optimizer`: whose gradients a broken protocol is about.
         """
+        incident = in_names_of_its_file(incident)
         case = Case(
             incident,
             ("", None, None, None),
@@ -230,7 +232,7 @@ class Casebook:
         if isinstance(opinion, Case):
             self._join(opinion, bad, place)
             return
-        opinion = self.as_told(opinion)
+        opinion = in_names_of_its_file(self.as_told(opinion))
         case = Case(opinion, place, self._recorder.steps.attempts, last_step=bad.step, calls=calls_behind(bad))
         case.kind, case.is_thrown_away, case.is_replaced = bad.kind, is_thrown_away(bad), bad.is_replaced
         self._note_targets(case, bad)
