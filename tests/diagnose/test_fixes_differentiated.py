@@ -162,3 +162,32 @@ def test_root_written_to_a_part_of_a_tensor(guard: Guard) -> None:
     assert first.location is not None
     assert first.location.code == "parts[:, :3].sqrt_()"
     assert (first.fixes[0].verified, first.fixes[0].how) == (True, "parts[:, :3].add_(1e-6).sqrt_()")
+
+
+def test_gradients_that_only_the_scripts_own_scale_makes_infinite(guard: Guard) -> None:
+    """A float16 loss times 65536: in float32 the product is a number, and the gradient that arrives at the loss is none."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (model(torch.randn(8, 8)) - 40).square().mean()
+            scaled = loss * 65536.0
+            optimizer.zero_grad()
+            scaled.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(65536.0)
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step) == ("fp16-overflow", 0)
+    product, *others = reversed(first.fixes)
+    assert (product.action, product.verified) == ("force-fp32", True)
+    assert str(product.outcome).endswith(
+        "at the script's own loss scale of 65536 its gradients are not: lower that as well"
+    )
+    assert others
+    assert not any("loss scale" in str(fix.outcome) for fix in others)

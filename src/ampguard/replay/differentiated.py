@@ -21,10 +21,13 @@ from ampguard.replay.variants import Variant
 PLAIN = Modes(grad=True, inference=False, autocast=())
 
 
-def has_finite_gradients(replayer: Replayer, variant: Variant) -> bool | None:
-    """Whether all gradients of the loss are finite with the change, at a loss scale of 1; None where nobody can tell."""
+def has_finite_gradients(replayer: Replayer, variant: Variant, at_own_scale: bool = False) -> bool | None:
+    """Whether all gradients of the loss are finite with the change, at a loss scale of 1; None where nobody can tell.
+
+    `at_own_scale`: at the scale by which the script multiplies the loss itself.
+    """
     try:
-        again = with_backward(replayer, variant)
+        again = with_backward(replayer, variant, at_own_scale)
         outcome = again.run(traced=False) if again is not None else None
     except Exception:
         return None
@@ -53,7 +56,7 @@ def _is_refused(replayer: Replayer, variant: Variant) -> bool:
     return False
 
 
-def with_backward(replayer: Replayer, variant: Variant) -> Replayer | None:
+def with_backward(replayer: Replayer, variant: Variant, at_own_scale: bool = False) -> Replayer | None:
     """A replayer of the step with the change that goes on to differentiate the loss, at a loss scale of 1.
 
     None where there is nothing to differentiate. Raises ReplayError where the step cannot be differentiated.
@@ -69,7 +72,8 @@ def with_backward(replayer: Replayer, variant: Variant) -> Replayer | None:
     again = copy.copy(replayer)
     again.events, again.keeps_graph = [*replayer.events, call], True
     again.bad = dataclasses.replace(bad, kind="gradient", targets=(), parameters=parameters, loss_scale=None)
-    again.base = dataclasses.replace(variant, loss_scale_factor=1 / (bad.loss_scale or 1.0))
+    factor = 1.0 if at_own_scale else 1 / (bad.loss_scale or 1.0)
+    again.base = dataclasses.replace(variant, loss_scale_factor=factor)
     preconditions.check(again.events, again._recorder, True, again.is_exact)
     return again
 

@@ -40,6 +40,8 @@ ROUNDINGS = 8
 
 FAR = ", far from the"
 
+TOO_HIGH = "; at the script's own loss scale of"
+
 SMALLER_UPDATES = (
     "where the updates have made it so large (the losses before were finite): a smaller learning rate, or "
     "torch.nn.utils.clip_grad_norm_(parameters, 1.0) before the optimizer's step"
@@ -61,7 +63,11 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
         and not any(fix.verified and FAR not in (fix.outcome or "") for fix in fixes)
     ):
         fixes.append(Fix("clip-gradients", None, SMALLER_UPDATES))
-    return tuple(sorted(fixes, key=lambda fix: (VERIFIED_FIRST[fix.verified], fix in evidence.changing)))
+    return tuple(sorted(fixes, key=lambda fix: _rank(evidence, fix)))
+
+
+def _rank(evidence: Evidence, fix: Fix) -> tuple[int, bool, bool]:
+    return VERIFIED_FIRST[fix.verified], TOO_HIGH in (fix.outcome or ""), fix in evidence.changing
 
 
 def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
@@ -173,7 +179,7 @@ def judged(
         evidence.half_cured.append((variant, how))
         return False, f"the loss is finite{loss}, its gradients are not"
     effect = described(outcome, evidence.bad, with_gradients=gradients is True)
-    return True, effect + _left_out(evidence, variant, outcome)
+    return True, effect + _left_out(evidence, variant, outcome) + _at_own_scale(evidence, replayer, variant, gradients)
 
 
 def _without_autocast(evidence: Evidence, variant: Variant) -> Variant | None:
@@ -210,6 +216,14 @@ def _finite_loss_before(evidence: Evidence, outcome: Outcome) -> float | None:
 def _left_out(evidence: Evidence, variant: Variant, outcome: Outcome) -> str:
     losses = _other_loss(evidence, variant, outcome)
     return f", no longer {losses[0]:.4g}: comparisons with NaN left a part of it out" if losses is not None else ""
+
+
+def _at_own_scale(evidence: Evidence, replayer: Replayer, variant: Variant, gradients: bool | None) -> str:
+    """What is left to do where the gradients are finite at a loss scale of 1, and not at the one that the script uses."""
+    scale = evidence.bad.loss_scale
+    if not gradients or scale is None or has_finite_gradients(replayer, variant, at_own_scale=True) is not False:
+        return ""
+    return f"{TOO_HIGH} {words.number(scale)} its gradients are not: lower that as well"
 
 
 def _other_loss(evidence: Evidence, variant: Variant, outcome: Outcome) -> tuple[float, float] | None:
