@@ -33,7 +33,9 @@ def test_the_accused_one_is_told_from_the_others(guard: Guard) -> None:
     first = guard(body).first
     assert (first.cause, first.step, first.op) == ("domain-error", 2, "aten.log.default")
     hows = {fix.action: fix.how for fix in first.fixes}
-    assert hows["stable-form"] == "F.logsigmoid(-x) in place of: torch.log(1 - fake)"
+    assert hows["stable-form"] == (
+        "torch.nn.functional.logsigmoid(-x) in place of: torch.log(1 - fake)\n# x is what sigmoid is given"
+    )
     assert hows["clamp"] == "return -(torch.log(real) + torch.log((1 - fake).clamp(min=1e-6))).mean()"
     assert not [fix for fix in first.fixes if not fix.verified]
 

@@ -127,5 +127,5 @@ def test_a_softmax_by_hand_that_only_the_derivative_sees(guard: Guard) -> None:
     assert (first.cause, first.step, first.evidence["hidden"]) == ("singular-gradient", 2, True)
     assert first.fixes[0].verified
     assert first.fixes[0].how == (
-        "torch.softmax(x, dim) in place of: e = torch.exp(x); return e / e.sum(-1, keepdim=True)"
+        "torch.softmax(x, dim) in place of: e = torch.exp(x); return e / e.sum(-1, keepdim=True)\n# x is what exp is given"
     )

@@ -9,6 +9,7 @@ matrix of ten rows leaves float32's range long before its logarithm does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -28,6 +29,8 @@ from ampguard.replay.variants import Intervention, RunKey, Variant
 
 EPSILONS = 1e-2
 SUMS = ("sum", "mean", "cumsum")
+GIVEN_TO = {"log_softmax": "softmax", "logsigmoid": "sigmoid", "logdet": "det", "slogdet": "det"}
+"""Whose operand is `x` in a form that the line itself does not name; in the others that of exp."""
 BEHIND: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {"exp": ((SUMS,),), "_linalg_det": ((), (("abs",),))}
 """What may lie between an operator that overflows and the logarithm of it."""
 Compute: TypeAlias = Callable[[Tensor, tuple[Any, ...]], Tensor]
@@ -54,7 +57,14 @@ def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
     if written is not None:
         written = words.marked(written, at, evidence.op)
     old = old or accused.accused_expression(evidence) or accused.statement(evidence)
-    return (Proposal("stable-form", words.region(evidence), written or f"{how} in place of: {old}", trial=trial),)
+    return (Proposal("stable-form", words.region(evidence), written or _in_words(how, old), trial=trial),)
+
+
+def _in_words(how: str, old: str) -> str:
+    """A form whose operand has no name in the statement: a script may well call something else `x`."""
+    function = how.partition("(")[0].rpartition(".")[2]
+    given = GIVEN_TO.get(function, "exp")
+    return f"{re.sub(r'^F[.]', 'torch.nn.functional.', how)} in place of: {old}\n# x is what {given} is given"
 
 
 def _logs_of_the_line(evidence: Evidence) -> tuple[str, Trial] | None:
