@@ -35,7 +35,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], s
     "mean": (
         averaged,
         lambda r: (torch.logsumexp(r, 0) - 2.772588722 - r).mean(),
-        "return ((torch.logsumexp(risk, 0) - math.log(16)) - risk).mean()",
+        "return ((torch.logsumexp(risk, 0) - math.log(risk.shape[0])) - risk).mean()",
     ),
 }
 

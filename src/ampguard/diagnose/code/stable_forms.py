@@ -58,7 +58,7 @@ def _written(code: LineOfCode, inner: ast.expr, form: str) -> str | None:
     along = _others(code, inner)
     text = code.source.written(x)
     result = f"{name}({text}, {along})" if along else f"{name}({_primary(code, x)}.flatten(), 0)"
-    less = form.partition(" - ")[2]
+    less = _how_many(code, inner, x) or form.partition(" - ")[2] if " - " in form else ""
     return f"({result} - {less})" if less else result
 
 
@@ -69,6 +69,19 @@ def _of(code: LineOfCode, node: ast.expr, function: str, name: str) -> str | Non
         return None
     others = _others(code, node)
     return f"{name}({code.source.written(operand)}{', ' if others else ''}{others})"
+
+
+def _how_many(code: LineOfCode, mean: ast.expr, x: ast.expr) -> str | None:
+    """The logarithm of how many a mean is of, in batches of any size; None where the text does not tell it."""
+    if not isinstance(x, (ast.Name, ast.Attribute)) or not isinstance(mean, ast.Call):
+        return None
+    is_method = isinstance(mean.func, ast.Attribute) and not _is_of_torch(code.source, mean.func.value)
+    along = [*mean.args[not is_method :], *(k.value for k in mean.keywords if k.arg in ("dim", "axis"))]
+    text = code.source.written(x)
+    if not along:
+        return f"math.log({text}.numel())"
+    number = plain_number(along[0])
+    return f"math.log({text}.shape[{number:g}])" if number is not None else None
 
 
 def _given(code: LineOfCode, node: ast.expr | None, function: str) -> ast.expr | None:
