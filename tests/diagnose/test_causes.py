@@ -262,6 +262,13 @@ def test_ctc_names_the_sample(guard: Guard) -> None:
     assert "sample 1" in run.first.explanation
 
 
+def test_a_line_that_stays_as_it_is_is_not_told_as_the_fix(guard: Guard) -> None:
+    case = CASES["label whose logit is masked"]
+    fix = guard(step(case.function, case.x, case.dtype)).first.fixes[0]
+    assert fix.action == "filter-sample"
+    assert fix.how.splitlines()[0].endswith(", in:")
+
+
 def test_an_entry_that_was_found_by_its_value_is_no_label(guard: Guard) -> None:
     def gap(x: Tensor) -> Tensor:
         allowed = x.masked_fill(ROW, -INF)

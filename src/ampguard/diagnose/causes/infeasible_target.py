@@ -156,7 +156,7 @@ def _masked_label(evidence: Evidence) -> Finding | None:
             Proposal(
                 "filter-sample",
                 words.region(evidence),
-                "drop samples whose label is outside the allowed classes (or correct the mask): "
+                "drop samples whose label is outside the allowed classes (or correct the mask), in:\n"
                 + accused.statement(evidence),
                 trial=lambda e: Variant(at_places={pick.place: _without_infinities}),
             ),
