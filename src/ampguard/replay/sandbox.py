@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from ampguard.capture.root_calls.given_objects import GivenObject, Holder
 from ampguard.capture.root_calls.surroundings import devices_in_use
 from ampguard.capture.script_signals import handlers_may_raise
 from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
+from ampguard.replay.unheard import unheard
 
 MAX_ATTRIBUTE_COPY = 1 << 24
 
@@ -43,8 +43,7 @@ def quiet() -> Iterator[None]:
         with (
             compat.scripts_default_device(),
             handlers_may_raise(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
+            unheard(),
         ):
             yield
     finally:
