@@ -212,6 +212,22 @@ def test_backward_in_place_of_manual_backward_is_told_with_its_line(step: Any) -
     assert "lightning/" not in str(told.value)
 
 
+def assigned(module: Any, optimizers: list[Any], losses: list[Tensor], number: int) -> None:
+    weights = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    for p, gradient in zip(weights, torch.autograd.grad(torch.stack(losses).sum(), weights), strict=True):
+        p.grad = gradient
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_assigned_gradients_are_not_put_down_to_a_backward_call() -> None:
+    with pytest.raises(ProtocolError) as told:
+        norms(PL, guarded(), step=assigned)
+    assert told.value.cause == "unscaled-backward"
+    assert "loss.backward()" not in str(told.value)
+    assert "multiply by the loss scale what is written to .grad by hand" in str(told.value)
+
+
 def sharpness_aware(module: Any, optimizers: list[Any], losses: list[Tensor], number: int) -> None:
     torch.stack(losses).sum().backward(retain_graph=True)  # its gradients are thrown away
     one_backward(module, optimizers, losses, number)

@@ -321,13 +321,18 @@ class SharedScaler(EngineScaler):
         never = self._backwards == 0
         if not self._is_enabled or not own.holding.has_gradients() or not (never or self._raw.are_held(optimizer)):
             return
-        where = f" at {shown(self._raw.line(optimizer))}" if self._raw.are_held(optimizer) else ""
+        if self._raw.are_held(optimizer):
+            made_by = f"loss.backward() at {shown(self._raw.line(optimizer))}"
+            instead = f"call {self._backward_call} instead of loss.backward()"
+        else:  # written to `.grad`, or older than what sees a backward pass
+            made_by = f"a backward pass other than {self._backward_call}"
+            instead = f"call {self._backward_call}; multiply by the loss scale what is written to .grad by hand"
         self._raw.forget(optimizer)
         raise misuse.error(
             "unscaled-backward",
-            f"`{own.holding.name}` holds gradients of loss.backward(){where}: that loss was not scaled, and its "
+            f"`{own.holding.name}` holds gradients of {made_by}: that loss was not scaled, and its "
             f"gradients would be divided by the loss scale {super().get_scale():g} all the same",
-            f"call {self._backward_call} instead of loss.backward()",
+            instead,
             again=users_line(),
         )
 
