@@ -328,3 +328,27 @@ def test_clipping_in_the_loop_of_lightning(guard: Guard) -> None:
     assert errors_of(run) == ["divergence"]
     (clip,) = (fix for fix in run.first.fixes if fix.action == "clip-gradients")
     assert clip.how.startswith("let Lightning clip: Trainer(gradient_clip_val=")
+
+
+def test_its_end_may_be_the_norm_that_gradients_are_clipped_by(guard: Guard) -> None:
+    """Their squares leave float32 before any value of the forward pass does."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        hidden = [layer for _ in range(10) for layer in (nn.Linear(32, 32), nn.ReLU())]
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *hidden, nn.Linear(32, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=60.0)
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = 60.0 * min(1.0, (step + 1) / 8)
+            x = torch.randn(32, 16)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.evidence["ended_as"]) == ("divergence", 1, "overflow")
+    assert "clip_grad_norm_" in incident.location.code
+    assert [fix.action for fix in incident.fixes] == ["lower-learning-rate"]  # it clips already
