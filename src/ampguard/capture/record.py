@@ -171,6 +171,8 @@ class SavedBuffer:
     tensor: Tensor
     version: int
     copy: Tensor | None
+    is_plain: bool = False
+    """It is no buffer of PyTorch's, but an attribute that calls write to."""
 
 
 ABSENT = object()

@@ -1,13 +1,15 @@
 """Buffers around a root call: their value from before it, and whether the call poisoned them.
 
 BatchNorm's running statistics take in the very forward pass that fails, so a replay needs them as they were. Only
-buffers that calls really change are copied; which those are, their version counters tell.
+buffers that calls really change are copied; which those are, their version counters tell. Statistics that a module of the
+user's keeps in plain attributes (`self.total += x.sum()`) are buffers that nobody has registered: what calls write to in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ FIRST_CALL_COPY = 1 << 16
 
 RESCAN_CALLS = 256
 
+MOST_PLAIN = 64
+"""Plain attributes of a root module's parts that are looked at."""
+
 WIDE = (torch.float32, torch.float64)
 RANGED = 1 << 22
 """Elements up to which the lowest value of a buffer is kept: a mask that is cast to another type later had it before."""
@@ -34,6 +39,8 @@ RANGED = 1 << 22
 @dataclass(slots=True)
 class _Watched:
     places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)
+    plain: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    """Attributes that are tensors, or None as yet."""
     changing: set[tuple[int, str]] = field(default_factory=set)
     modes: set[bool] = field(default_factory=set)
     """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
@@ -96,6 +103,12 @@ class BufferWatch:
                 saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None))
                 if (id(owner), name) in watched.changing or (first and tensor.numel() <= FIRST_CALL_COPY):
                     kept.append(saved[-1])
+        for owner, name, _ in watched.plain:
+            tensor = owner.get(name)
+            if type(tensor) is Tensor and _may_be_statistics(tensor):
+                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None, is_plain=True))
+                if (id(owner), name) in watched.changing or first:
+                    kept.append(saved[-1])
         for buffer, copy in zip(kept, compat.clones_of([buffer.tensor for buffer in kept]), strict=True):
             buffer.copy = copy
         return saved
@@ -107,6 +120,13 @@ class BufferWatch:
             for name in compat.buffers_of(owner)
         ]
         watched.places = [place for place in places if not is_lazy(place[0][place[1]])]
+        watched.plain = [
+            (vars(owner), name, f"{path}.{name}" if path else name)
+            for path, owner in compat.named_modules_of_user(module).values()
+            if not type(owner).__module__.startswith("torch.")
+            for name, value in vars(owner).items()
+            if (value is None or type(value) is Tensor) and not name.startswith("_")
+        ][:MOST_PLAIN]
         watched.is_lazy = len(watched.places) < len(places)
         if self._asks:
             self._keep_lowest(watched)
@@ -153,12 +173,17 @@ class BufferWatch:
         changed: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
+            if buffer.is_plain and now is not buffer.tensor:
+                buffer.copy = None  # bound anew: that is no buffer
+                continue
             if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
                 if buffer.copy is not None:
-                    watched.at_rest.keep(buffer)
+                    if not buffer.is_plain:
+                        watched.at_rest.keep(buffer)
                     buffer.copy = None  # unchanged: the live one serves
                 continue
-            watched.at_rest.take(buffer)
+            if not buffer.is_plain:
+                watched.at_rest.take(buffer)
             watched.changing.add((id(buffer.owner), buffer.name))
             changed.append((buffer, now))
         return changed
@@ -183,7 +208,7 @@ class BufferWatch:
         self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]
     ) -> list[tuple[str, SavedBuffer, Tensor]]:
         """Those that a call has turned non-finite, for the first time: with their paths. Waits for the device."""
-        paths = {(id(owner), name): path for owner, name, path in watched.places}
+        paths = {(id(owner), name): path for owner, name, path in (*watched.places, *watched.plain)}
         poisoned = []
         for buffer, now in changed:
             key = (id(buffer.owner), buffer.name)
@@ -196,6 +221,12 @@ class BufferWatch:
                 continue
             self._poisoned.add(key)  # (a device is not asked again for what begins as Inf)
         return poisoned
+
+
+def _may_be_statistics(tensor: Tensor) -> bool:
+    """Whether it may be numbers that a module gathers: not what it has computed with a gradient, nor a large cache."""
+    is_gathered = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() <= FIRST_CALL_COPY
+    return is_gathered and is_immediate(tensor) and compat.is_dense(tensor)
 
 
 def _before(buffer: SavedBuffer, now: Tensor) -> Tensor | None:

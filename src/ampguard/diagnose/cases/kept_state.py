@@ -42,11 +42,16 @@ class KeptState:
         self._written: list[tuple[weakref.ref[Tensor], Case]] = []
 
     def note_written(self, evidence: Evidence, case: Case) -> None:
-        """A failure begins where the script had computed what it then wrote to buffers: these."""
+        """A failure begins where the script had computed what it then wrote to buffers, or to plain attributes: these."""
+        spoiled = {id(held.tensor) for held in evidence.bad.targets if isinstance(held, Held)}
         for root in evidence.bad.record.events:
-            if isinstance(root, RootCall) and root.is_rewritten:
+            if not isinstance(root, RootCall):
+                continue
+            if root.is_rewritten:
                 buffers = dict(root.module.named_buffers())
                 self._written += [(weakref.ref(buffers[n]), case) for n in root.swapped_state if n in buffers]
+            kept = (saved.tensor for saved in root.buffers if saved.is_plain and id(saved.tensor) in spoiled)
+            self._written += [(weakref.ref(tensor), case) for tensor in kept]
 
     def note(self, bad: BadResult, case: Case) -> None:
         """A training step has failed, and that was told as `case`."""
@@ -57,13 +62,13 @@ class KeptState:
 
     def explains(self, cause: str, bad: BadResult, evidence: Evidence) -> bool:
         """Whether what was given bad is the doing of a failure that was told; it is counted to that then."""
-        if cause == "nonfinite-parameter":
+        if cause in ("nonfinite-parameter", "nonfinite-input"):
             given = evidence.given_tensor
             case = next((case for ref, case in self._written if ref() is given is not None), None)
             if case is not None:
                 case.consequences += 1
                 case.last_step = bad.step
-            return case is not None
+                return True
         return cause == "nonfinite-input" and self._has_gone_bad(bad, evidence)
 
     def _has_gone_bad(self, bad: BadResult, evidence: Evidence) -> bool:
