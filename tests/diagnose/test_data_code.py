@@ -139,3 +139,24 @@ def test_a_target_deep_in_a_batch_of_its_own_is_named(guard: Guard) -> None:
     incident = guard(body).first
     assert "The target `record.targets[0]` of the step" in incident.explanation
     assert any("record.targets[0] = torch.nan_to_num(record.targets[0])" in how for how in hows(incident))
+
+
+def test_a_batch_is_the_shortest_list_that_the_sample_lies_in(guard: Guard) -> None:
+    """Its samples are tuples, to which nothing can be assigned."""
+
+    def body() -> None:
+        data = [(torch.randn(3), torch.tensor(float(i))) for i in range(12)]
+        data[7][0][1] = float("inf")
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for start in range(0, 12, 4):
+            batch = data[start : start + 4]
+            predicted = model(torch.stack([x for x, _ in batch]))[:, 0]
+            nn.functional.l1_loss(predicted, torch.stack([y for _, y in batch])).backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert incident.evidence["samples"] == [3]
+    filtering, cleaning = hows(incident)
+    assert "batch = [each for each in batch if torch.isfinite(each[0]).all()]" in filtering
+    assert cleaning.startswith("clean the data: batch[3][0].nan_to_num_(posinf=0.0), or ")

@@ -43,8 +43,12 @@ for step in range(40):
 
 
 def run(text: str, path: Path, guard: Guard) -> Any:
+    return run_in({"__name__": "script"}, text, path, guard)
+
+
+def run_in(names: dict[str, Any], text: str, path: Path, guard: Guard) -> Any:
     path.write_text(text)
-    ran = guard(lambda: exec(compile(text, str(path), "exec"), {"__name__": "script"}))
+    ran = guard(lambda: exec(compile(text, str(path), "exec"), names))
     assert ran.faults == 0, ran.stderr
     return ran
 
@@ -74,3 +78,64 @@ def test_torch_by_its_own_name_stays(head: str, guard: Guard, tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     first = run(RATE.replace("import torch as th", head), tmp_path / "script.py", guard).first
     assert any(" torch.nn.utils.clip_grad_norm_(" in f" {line}" for fix in first.fixes for line in fix.how.splitlines())
+
+
+MODEL_FILE = """
+from torch.nn import Linear, Module
+from torch.nn.functional import softmax
+class Decoder(Module):
+    def __init__(self):
+        super().__init__()
+        self.project = Linear(8, 8)
+    def forward(self, x, mask):
+        h = self.project(x)
+        scores = (h @ h.mT).masked_fill(~mask, -float("inf"))
+        return (softmax(scores, -1) @ h).square().mean()
+"""
+
+LOOP = """
+import torch
+torch.manual_seed(0)
+net = Decoder()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(3):
+    mask = torch.ones(4, 5, 5, dtype=torch.bool)
+    mask[1, 2] = step != 2
+    loss = net(torch.randn(4, 5, 8), mask)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+MEAN_OF_EXPONENTIALS = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(5, 7)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(3):
+    s = net(torch.randn(6, 5) * (400 if step == 2 else 1))
+    loss = s.exp().mean(1).log().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_line_says_what_its_file_has_to_import(guard: Guard, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL_FILE)
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(MODEL_FILE, str(file), "exec"), names)
+    first = run_in(names, LOOP, tmp_path / "script.py", guard).first
+    assert first.location.file == str(file)
+    hows = [fix.how for fix in first.fixes if "torch." in fix.how and "masked_fill" in fix.how]
+    assert hows
+    assert all(how.endswith("import torch") for how in hows)
+    assert not any(how.endswith("import torch") for how in (f.how for f in first.fixes) if "torch." not in how[:-12])
+
+
+@pytest.mark.parametrize(("head", "tail"), [("", "  # import math"), ("import math", "")])
+def test_a_line_that_needs_math(head: str, tail: str, guard: Guard, tmp_path: Path) -> None:
+    first = run(head + MEAN_OF_EXPONENTIALS, tmp_path / "script.py", guard).first
+    (how,) = [fix.how for fix in first.fixes if "math." in fix.how]
+    assert how == f"loss = (torch.logsumexp(s, 1) - math.log(s.shape[1])).mean(){tail}"

@@ -75,5 +75,6 @@ def cleaned_data(evidence: Evidence, given: NamedTensor, place: Place | None, in
     if place is None:
         written = bad_operand(evidence) if given.short_name != given.name else None
         return f"torch.nan_to_num({written or given.short_name}{infinite})"
-    is_fixed = isinstance(place.holder, tuple)
-    return ("" if is_fixed else f"{place.written} = ") + f"torch.nan_to_num({place.written}{infinite})"
+    if isinstance(place.holder, tuple):  # to which nothing can be assigned
+        return f"{place.written}.nan_to_num_({infinite.removeprefix(', ')})"
+    return f"{place.written} = torch.nan_to_num({place.written}{infinite})"

@@ -19,6 +19,7 @@ from ampguard.numerics import is_finite
 
 MAX_DEPTH = 3
 MAX_PLACES = 16
+MAX_BESIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,29 @@ def listed(evidence: Evidence, tensor: Tensor) -> Listed | None:
     batch = evidence.replayer.last_batch if evidence.replayer is not None else None
     paths = (path for depth in range(1, MAX_DEPTH + 1) for path, _ in paths_to(tensor, "batch", batch, depth))
     as_loaded = _in_path(next(paths, []), tensor)
-    for place in itertools.islice(places_of(tensor), MAX_PLACES):
+    places = places_of(tensor)
+    if as_loaded is None:
+        return _shortest(places, tensor)
+    for place in itertools.islice(places, MAX_PLACES):
         found = _in_path(place.path, tensor, place)
-        if found is not None and (as_loaded is None or len(found.samples) == len(as_loaded.samples)):
+        if found is not None and len(found.samples) == len(as_loaded.samples):
             return found  # (and not the whole data set, where the batch is made of what lies in it)
-        if as_loaded is None:
-            return None  # to look further takes long, and finds other names of the same
     return as_loaded
+
+
+def _shortest(places: Iterator[Place], tensor: Tensor) -> Listed | None:
+    """Of the first lists, side by side: a batch is a part of the data set that it was taken from."""
+    first = next(places, None)
+    found = _in_path(first.path, tensor, first) if first is not None else None
+    if first is None or found is None:
+        return None  # to look further takes long, and finds other names of the same
+    for place in itertools.islice(places, MAX_BESIDE):
+        if place.variables is not first.variables or len(place.path) != len(first.path):
+            break
+        other = _in_path(place.path, tensor, place)
+        if other is not None and len(other.samples) < len(found.samples):
+            found = other
+    return found
 
 
 def _in_path(path: list[Part], tensor: Tensor, place: Place | None = None) -> Listed | None:
