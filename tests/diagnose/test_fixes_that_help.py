@@ -79,3 +79,34 @@ def test_statement_over_several_lines(guard: Guard) -> None:
     first = first_of(guard, loss)
     assert first.cause == "empty-reduction"
     assert "chosen = (out[out > (100 if step == BAD else -100)].float().mean())" in first.fixes[0].how
+
+
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        sample = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
+        return self.decoder(sample), mean, log_variance
+
+
+def test_a_loss_out_of_proportion_is_said_to_be_so_in_a_wider_type_too(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Vae()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(4):
+            x = torch.randn(16, 8) * (40 if step == 3 else 1)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out, mean, log_variance = model(x)
+                kl = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
+                loss = (out - x).pow(2).sum(1).mean() + kl
+            loss.backward()
+            optimizer.step()
+
+    fixes = [fix for fix in guard(body).first.fixes if fix.verified]
+    assert {"force-fp32", "use-bf16", "disable-amp"} <= {fix.action for fix in fixes}
+    assert all(", far from the " in fix.outcome and fix.outcome.endswith(" of the steps before") for fix in fixes)

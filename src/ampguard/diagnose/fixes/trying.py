@@ -123,10 +123,9 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    is_clamp = proposal.action == "clamp"  # (without a bound it is the script's own loss)
     if verified and proposal.action not in OTHER_PRECISION and not is_of_use(outcome, evidence.bad):
         return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
-    if verified and is_clamp and is_far(outcome.loss, evidence.usual_loss) and evidence.bad.mode == "train":
+    if verified and is_far(outcome.loss, evidence.usual_loss) and evidence.bad.mode == "train":
         return fix(True, f"{effect}{FAR} {evidence.usual_loss:.4g} of the steps before", how, target)
     if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
