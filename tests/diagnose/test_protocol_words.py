@@ -323,3 +323,20 @@ def test_a_needless_scaler_is_switched_off_where_it_is_made(guard: Guard) -> Non
     incident = only(guard(body))
     assert incident.cause == "needless-scaler"
     assert how(incident).endswith('scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** int("7"), enabled=False)')
+
+
+def test_an_optimizer_that_no_scaler_has_seen_yet_is_called_as_the_script_calls_it(guard: Guard) -> None:
+    def body() -> None:
+        net = nn.Linear(4, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        amp_scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        with torch.autocast("cpu", torch.float16):
+            loss = net(torch.randn(8, 4)).float().square().mean()
+        amp_scaler.scale(loss).backward()
+        with pytest.raises(AssertionError):
+            amp_scaler.update()
+        opt.zero_grad()
+
+    incident = guard(body).first
+    assert incident.cause == "missing-update"
+    assert incident.fixes[0].how.endswith("amp_scaler.step(opt); amp_scaler.update()")

@@ -237,8 +237,9 @@ def advice(
         root = next((r for r in roots if r.index == op.root), None) if not name else None
         if root is not None and _enters_by_itself(root):
             own = type(root.module).__name__
-            low = "the autocast (or the casts to low precision)" if is_used else "the casts to low precision"
-            body = f"all of {own}.forward  # in place of {low} in it"
+            body = f"all of {own}.forward  # in place of the autocast (or the casts to low precision) in it"
+            if not is_used:
+                body = f"all of {own}.forward in float32, without its casts to low precision"
         elif op.root is not None and written is not None:
             continue
         elif op.root is not None:

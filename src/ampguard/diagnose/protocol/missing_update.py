@@ -17,7 +17,7 @@ Not this       an update after each optimizer that did no harm.
 from __future__ import annotations
 
 from ampguard.diagnose.protocol.framework import is_updated_by_framework, update_instead
-from ampguard.diagnose.protocol.scene import Scene, at, number, statement
+from ampguard.diagnose.protocol.scene import NAMELESS, Scene, at, number, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 from ampguard.incident import Incident
 
@@ -29,7 +29,7 @@ def missing_update(scene: Scene) -> Telling | None:
         return _renewed(scene)
     if facts.get("passed_over"):
         return _passed_over(scene)
-    once = f"{scaler}.step({name}); {scaler}.update()"
+    once = f"{scaler}.step({'optimizer' if name == NAMELESS else name}); {scaler}.update()"
     if facts.get("without_step"):
         since = f"since {at(scene.first)}" if facts.get("repeated") else f"before {at(scene.again)}"
         text = (

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import frames_up, is_user_code, locals_of
@@ -38,6 +39,16 @@ def variable_name(subject: object) -> str | None:
                     return found
                 private = private or found
     return private
+
+
+def only_optimizer() -> str | None:
+    """What the script calls its optimizer, where its frames hold one alone."""
+    frames = [frame for frame in frames_up(sys._getframe(1), MAX_FRAMES) if is_script_code(frame.f_code)]
+    held = (
+        value for frame in frames for names in (locals_of(frame), frame.f_globals) for value in list(names.values())
+    )
+    found = {id(value): value for value in held if isinstance(value, Optimizer)}
+    return variable_name(next(iter(found.values()))) if len(found) == 1 else None
 
 
 def tensor_called(parameter: Tensor, kind: str = "tensor") -> str:

@@ -18,6 +18,7 @@ from ampguard.capture.record import Line
 from ampguard.diagnose.locate.cuts import Cut, cuts, holder
 from ampguard.diagnose.protocol.owners import (
     common_module,
+    only_optimizer,
     parameter_names,
     repeated_in,
     tensor_called,
@@ -28,6 +29,7 @@ from ampguard.incident import Incident
 from ampguard.protocol.events import Breach
 
 MAX_NAMES = 12
+NAMELESS = "the optimizer"
 
 
 class Scene:
@@ -51,7 +53,7 @@ class Scene:
         self.again: Line | None = breach.again
         self._models = models
         self._trained = trained
-        self.optimizer = self.name_of(breach.optimizer) or "the optimizer"
+        self.optimizer = self.name_of(breach.optimizer) or only_optimizer() or NAMELESS
         self.scaler = self.name_of(breach.scaler) or "scaler"
         self.framework = _framework(breach.scaler, breach.optimizer)
         """Whose loop it is, where a framework drives the scaler."""
