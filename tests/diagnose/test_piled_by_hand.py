@@ -85,3 +85,26 @@ def test_attacks_leave_the_gradients_of_the_model(guard: Guard) -> None:
             delta.grad.zero_()
 
     assert guard(attack).causes == []
+
+
+def train_in_turn(clears: bool) -> Any:
+    """Several models, one after the other; each clears its gradients as its turn comes."""
+    seed_everything()
+    members = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)]
+    for _ in range(8):
+        x = torch.randn(16, 6)
+        for member in members:
+            if clears:
+                for p in member.parameters():
+                    p.grad = None
+            member(x).square().mean().backward()
+            sgd(list(member.parameters()), keep)
+    return bits([p.detach() for member in members for p in member.parameters()])
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_models_that_are_trained_in_turn(clears: bool, guard: Guard) -> None:
+    plain = train_in_turn(clears)
+    run = guard(lambda: train_in_turn(clears))
+    assert run.result == plain
+    assert run.causes == ([] if clears else ["missing-zero-grad"])

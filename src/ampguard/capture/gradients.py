@@ -220,7 +220,9 @@ class GradientWatch:
         if call.is_functional:
             returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
             if not all_finite_on_cpu(t for _, t in returned):
-                self._judge.are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
+                targets = tuple(ref for ref, _ in returned)
+                report = None if self.on_device.waits_always else self.by_hand.begins_functional
+                self._judge.are_bad((), None, is_held_off=False, targets=targets, report=report)
             return
         parameters = self._judge.parameters_of_modules()
         if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):

@@ -331,8 +331,7 @@ class FlightRecorder:
         """
         if self.tape.is_on_stack:
             self.tape.leave()
-        if self.gradients.by_hand.waiting is not None:
-            self.gradients.by_hand.read()
+        self.gradients.by_hand.begin(inputs)
         if self.ends_run:
             self.listener.on_forward()
         if self.before_training.is_on:
@@ -383,6 +382,7 @@ class FlightRecorder:
         if self.steps.counts_backwards:
             if not self.counting:
                 self.gradients.used_by_hand()
+            self.gradients.by_hand.inputs = ()
             begun = self._passes_since = before if self._passes_since is None else self._passes_since
             has_ended = self.steps.differentiated(self.backward_calls.place)
         if has_ended:

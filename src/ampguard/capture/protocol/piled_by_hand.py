@@ -1,7 +1,8 @@
 """Gradients that a loop without an optimizer never clears: `p -= lr * p.grad`, and backward adds to `p.grad` once more.
 
 In the first backward passes of a run a few of the weights that the loss rests on are copied with their gradients, and compared
-before the next one: a weight that was moved, and whose gradient is still that of before, is about to pile them up.
+before the next one that reaches them: a weight that was moved, and whose gradient is still that of before, is about to pile
+them up. (Of several models that are trained in turn, each may clear its own when its turn comes.)
 """
 
 from __future__ import annotations
@@ -63,20 +64,24 @@ class PiledByHand:
     def before_backward(self, tensors: Any) -> None:
         """Was what the last backward pass left used, and never cleared?"""
         steps = self._moves.recorder.steps
-        left, self._left = self._left, []
         self._looks += 1
         if not steps.counts_backwards or self._looks > LOOKS:
-            self.is_over = True
+            self.is_over, self._left = True, []
             return
+        losses = (tensors,) if isinstance(tensors, Tensor) else tensors
+        reached = _leaves_behind(losses)
+        known = set(map(id, reached))
+        left = [each for each in self._left if id(each.weight()) in known]
+        self._left = [each for each in self._left if each.weight() is not None and id(each.weight()) not in known]
         with torch.no_grad(), compat.unseen():
             kept = [each for each in left if each.is_used_and_kept()]
-        self._in_a_row = self._in_a_row + 1 if kept and len(kept) == len(left) else 0
+        if left:
+            self._in_a_row = self._in_a_row + 1 if len(kept) == len(left) else 0
         if self._in_a_row >= PILED_STEPS:
             self.is_over = True
             self._tell([weight for each in kept if (weight := each.weight()) is not None])
             return
-        losses = (tensors,) if isinstance(tensors, Tensor) else tensors
-        self._weights = [weakref.ref(weight) for weight in _leaves_behind(losses)]
+        self._weights = [weakref.ref(weight) for weight in reached]
 
     def after_backward(self) -> None:
         """Copy what it has left."""
