@@ -26,6 +26,26 @@ def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
     return any(isinstance(event, RootCall) and not event.is_function for event in _way_back(record, ref))
 
 
+CONTRACTIONS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "matmul", "__matmul__", "__rmatmul__", "einsum", "linear", "embedding"}
+    | {"convolution", "conv1d", "conv2d", "conv3d"}
+)
+"""By what a model computes with its weights, and hardly any figure of the weights themselves (a norm, a ratio); the operators,
+and the functions that are kept as calls."""
+
+
+def comes_from_weights(record: StepRecord, ref: Ref) -> bool:
+    """Whether a model without modules made it: data were multiplied by tensors that want a gradient, and lie in the script."""
+    has_weights = has_contraction = False
+    for event in _way_back(record, ref):
+        if isinstance(event, GlueOp):
+            has_contraction |= (
+                getattr(getattr(event.func, "overloadpacket", event.func), "__name__", "") in CONTRACTIONS
+            )
+            has_weights |= any(held.tensor.requires_grad and held.tensor.is_leaf for held in held_by(event))
+    return has_weights and has_contraction
+
+
 def given_to(record: StepRecord, ref: Ref) -> Iterator[Tensor]:
     """The tensors that no recorded event made among those that this one was computed from, back to calls of modules."""
     for event in _way_back(record, ref):

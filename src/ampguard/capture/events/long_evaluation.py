@@ -122,8 +122,8 @@ class LongEvaluation:
         return next((origin for tensor in lineage.given_to(record, ref) if (origin := self.of(tensor))), None)
 
     def is_behind(self, record: StepRecord, ref: Ref) -> bool:
-        """Whether it was computed from the result of a call, or from what was cut off."""
-        if lineage.comes_from_a_root(record, ref):
+        """Whether it was computed from the result of a call, by a model without modules, or from what was cut off."""
+        if lineage.comes_from_a_root(record, ref) or lineage.comes_from_weights(record, ref):
             return True
         return bool(self.made) and any(self._known(tensor) is not None for tensor in lineage.given_to(record, ref))
 
