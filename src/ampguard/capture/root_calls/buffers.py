@@ -31,6 +31,9 @@ RESCAN_CALLS = 256
 MOST_PLAIN = 64
 """Plain attributes of a root module's parts that are looked at."""
 
+CALLS_TO_BEGIN = 8
+"""Calls behind a scan after which an attribute that is still None is looked at no more, until the next scan."""
+
 WIDE = (torch.float32, torch.float64)
 RANGED = 1 << 22
 """Elements up to which the lowest value of a buffer is kept: a mask that is cast to another type later had it before."""
@@ -103,6 +106,8 @@ class BufferWatch:
                 saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None))
                 if (id(owner), name) in watched.changing or (first and tensor.numel() <= FIRST_CALL_COPY):
                     kept.append(saved[-1])
+        if watched.plain and watched.calls % RESCAN_CALLS == CALLS_TO_BEGIN:
+            watched.plain = [place for place in watched.plain if type(place[0].get(place[1])) is Tensor]
         for owner, name, _ in watched.plain:
             tensor = owner.get(name)
             if type(tensor) is Tensor and _may_be_statistics(tensor):
