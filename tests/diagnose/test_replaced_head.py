@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ampguard import compat
+from ampguard.capture.protocol.scans import left_at
 
 Guard = Callable[..., Any]
 
@@ -59,6 +61,21 @@ def test_a_layer_in_the_middle_is_replaced_between_two_looks_at_all(optimizer: A
 
     (incident,) = guard(body).report.incidents
     assert (incident.cause, incident.step, incident.module) == ("stale-parameters", 21, "5")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+def test_when_a_parameter_without_weight_decay_was_left(optimizer: Any) -> None:
+    """The decay of the other group may be a write of its own to each of its weights."""
+    decayed, scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))
+    opt = optimizer([{"params": [decayed]}, {"params": [scale], "weight_decay": 0.0}], lr=0.01, weight_decay=0.01)
+    watch = SimpleNamespace(ref=lambda: opt, versions=(0, {}))
+    for step in range(12):
+        for p in (decayed, scale):
+            p.grad = torch.ones_like(p) if p is decayed or step < 8 else None
+        opt.step()
+        if step == 4:
+            watch.versions = 4, {id(p): p._version for p in (decayed, scale)}
+    assert left_at(watch, scale, [decayed, scale], 11) in ((8,) if optimizer is not torch.optim.SGD else (8, 11))
 
 
 def test_naming_modules_leaves_no_garbage_that_holds_them() -> None:

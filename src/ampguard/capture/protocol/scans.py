@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.plain_leaves import LastingLeaves
 from ampguard.capture.protocol.frozen import FrozenSince, is_frozen
@@ -157,7 +158,7 @@ class Scans:
         without = [p for p in trained if (p.grad is None or is_idle or are_zeros) and not is_empty(p)]
         before, now = watch.without_since, self._moves.attempt
         watch.without_since = {
-            id(p): before[id(p)] if id(p) in before else _left_at(watch, p, trained, now) for p in without
+            id(p): before[id(p)] if id(p) in before else left_at(watch, p, trained, now) for p in without
         }
         watch.versions = now, {id(p): version_of(p) for p in trained}
         if watch.first_step is None:
@@ -420,18 +421,39 @@ class Scans:
         return breach
 
 
-def _left_at(watch: OptimizerWatch, parameter: Tensor, trained: list[Tensor], now: int) -> int:
+def left_at(watch: OptimizerWatch, parameter: Tensor, trained: list[Tensor], now: int) -> int:
     """The first iteration in which a parameter without a gradient had none: an optimizer writes to none of those.
 
-    By how often it was written to since all were last looked at, beside another that has its gradient still.
+    By how often it was written to since all were last looked at, beside another that has its gradient still: one of the same
+    group, as weight decay is a write of its own. By the steps that the optimizer has counted for each, where it counts them.
     """
     then, versions = watch.versions
-    other = next((p for p in trained if p.grad is not None and id(p) in versions), None)
+    group = _group_of(watch, parameter)
+    alike = [p for p in trained if p.grad is not None and id(p) in versions]
+    other = next((p for p in alike if id(p) in group), None)
+    if alike and id(parameter) in versions and 0 < _missed(watch, parameter, alike[0]) <= now - then:
+        return now - _missed(watch, parameter, alike[0]) + 1
     if other is None or id(parameter) not in versions:
         return now
     every = version_of(other) - versions[id(other)]
     had, rest = divmod((version_of(parameter) - versions[id(parameter)]) * (now - then), max(every, 1))
     return then + had + 1 if every > 0 and not rest and 0 <= had < now - then else now
+
+
+def _group_of(watch: OptimizerWatch, parameter: Tensor) -> set[int]:
+    """The identities of what stands in the same group of the optimizer."""
+    optimizer = watch.ref()
+    groups = ({id(p) for p in group["params"]} for group in optimizer.param_groups) if optimizer is not None else ()
+    return next((group for group in groups if id(parameter) in group), set())
+
+
+def _missed(watch: OptimizerWatch, parameter: Tensor, other: Tensor) -> int:
+    """How many steps of another the optimizer has made without this one; 0 where it does not count them."""
+    optimizer = watch.ref()
+    counts = [optimizer.state.get(p, {}).get("step") for p in (parameter, other)] if optimizer is not None else []
+    if len(counts) != 2 or not all(isinstance(c, int) or (isinstance(c, Tensor) and is_immediate(c)) for c in counts):
+        return 0
+    return int(counts[1]) - int(counts[0])
 
 
 def _have_zeros(parameters: list[Tensor]) -> bool:
