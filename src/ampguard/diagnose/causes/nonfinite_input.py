@@ -20,6 +20,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import data_code
+from ampguard.diagnose.givens.kept_over_steps import times_written_over_steps
 from ampguard.diagnose.givens.listed import Listed, listed
 from ampguard.diagnose.givens.loaded_data import made_by_loader
 from ampguard.diagnose.givens.made_before import made_before
@@ -89,7 +90,12 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         skipping = Proposal("filter-sample", given.name, "leave this batch out: no sample of it is finite")
         proposals = (cleaning, skipping)
     sender = sent_by(evidence, given.tensor)
-    facts_of_input = {"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()}
+    facts_of_input: dict[str, Any] = {
+        "name": given.name,
+        "role": given.role,
+        "samples": samples,
+        "values": facts.as_dict(),
+    }
     if sender is not None:
         facts_of_input["sent_by"] = sender
     if column is not None:
@@ -106,7 +112,18 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
         what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
-    has_samples = is_batch or (given.role == "target" and not is_tied)
+    is_made = given.made_by is not None
+    times_written = 0 if is_made else times_written_over_steps(given.held, evidence.bad.step, evidence.replayer)
+    kept = ""
+    if times_written:
+        facts_of_input["times_written"] = times_written
+        kept = (
+            f" It is no data of this step: the script keeps it over the steps, and has written to it {times_written} times. Look "
+            f"at where it is written to."
+        )
+        if given.held.dtype == torch.float16:
+            kept += " In float16 all beyond 65504 becomes Inf, and all below 6e-8 becomes 0: keep it in float32."
+    has_samples = (is_batch or (given.role == "target" and not is_tied)) and not times_written
     fixes: tuple[Proposal, ...] = proposals if has_samples else (cleaning,)
     if before is not None:
         fixes = (*before.proposals(given.name, given.tensor, given.key), *fixes)
@@ -121,7 +138,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{made}{loaded}{hidden}",
+        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{made}{loaded}{kept}{hidden}",
         weight=100,
         evidence=facts_of_input,
         proposals=fixes,

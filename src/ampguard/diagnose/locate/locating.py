@@ -12,6 +12,7 @@ from ampguard.capture.record import BadResult, Held
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.givens.kept_over_steps import times_written_over_steps
 from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, gradient_evidence, locate_gradient
@@ -58,7 +59,8 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     opaque = opaque_evidence(bad, chain, outcome, replayer)
     if opaque is not None:
         return opaque
-    if _was_computed_unseen(outcome, chain) or _was_divided_by_zero(Evidence(bad, chain, outcome, replayer)):
+    seen = Evidence(bad, chain, outcome, replayer)
+    if _was_computed_unseen(outcome, chain) or _was_divided_by_zero(seen) or _has_grown_over_steps(seen):
         chain.intended = False
     models = [event.index for event in model_calls(replayer.events)]
     from_data = at_the_data(chain, outcome.trace, models)
@@ -87,6 +89,14 @@ def _was_divided_by_zero(evidence: Evidence) -> bool:
     tensor = buffer.held if buffer is not None else evidence.given_tensor
     found = evidence.replayer.before_training.maker_of(tensor) if tensor is not None else None
     return found is not None and any(is_division(event) for event in made_by(*found))
+
+
+def _has_grown_over_steps(evidence: Evidence) -> bool:
+    """Whether the chain ends at a +Inf in what the script keeps, and has written to in each step: a sum has outgrown its type."""
+    tensor = evidence.given_tensor if evidence.given is not None and evidence.intended else None
+    if tensor is None or evidence.replayer is None or not bool(tensor.detach().isposinf().any()):
+        return False
+    return times_written_over_steps(tensor, evidence.bad.step, evidence.replayer) > 0
 
 
 def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:
