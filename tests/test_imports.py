@@ -56,7 +56,7 @@ WITHOUT_TORCH = {
 
 PYTHONS_OWN = {
     "_args", "_exit", "_getframe", "_make", "_fields", "_reconstructor", "_replace", "_run_module_as_main", "_shutdown",
-    "_target", "_process_counter",
+    "_target", "_process_counter", "_DummyThread",
 }  # fmt: skip
 """Names of Python's library that begin like private ones, most of them documented."""
 
