@@ -109,3 +109,40 @@ def test_the_run_is_the_same(guard: Guard) -> None:
     unguarded = body()
     run = guard(body)
     assert all(torch.equal(a, b) for a, b in zip(unguarded, run.result, strict=True))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.head(x - self.mean)
+
+
+def test_what_a_bad_batch_leaves_in_it_is_that_batchs_doing(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Centred())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(16):
+            x = torch.randn(8, 4)
+            if step == 7:
+                x[2, 1] = torch.inf
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.location.code) == (
+        "nonfinite-input",
+        7,
+        "loss = model(x).square().mean()",
+    )

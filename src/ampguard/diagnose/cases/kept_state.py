@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampguard.capture.flags import is_immediate
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall, SavedBuffer
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.root_calls.trees import tensors_in
 from ampguard.diagnose.cases.case import Case
@@ -50,8 +50,8 @@ class KeptState:
             if root.is_rewritten:
                 buffers = dict(root.module.named_buffers())
                 self._written += [(weakref.ref(buffers[n]), case) for n in root.swapped_state if n in buffers]
-            kept = (saved.tensor for saved in root.buffers if saved.is_plain and id(saved.tensor) in spoiled)
-            self._written += [(weakref.ref(tensor), case) for tensor in kept]
+            kept = [saved for saved in root.buffers if saved.is_plain]
+            self._written += [(weakref.ref(s.tensor), case) for s in kept if id(s.tensor) in spoiled or _has_spoiled(s)]
 
     def note(self, bad: BadResult, case: Case) -> None:
         """A training step has failed, and that was told as `case`."""
@@ -87,6 +87,11 @@ class KeptState:
         batches = self._recorder.preprocessing.batch_before, self._recorder.preprocessing.last_batch
         live = [value for ref in _refs_in(batches) if (value := ref()) is not None]
         return any(tensor is given for value in live for tensor in tensors_in(value))
+
+
+def _has_spoiled(saved: SavedBuffer) -> bool:
+    """Whether the call took it finite, and it is no longer so."""
+    return saved.copy is not None and is_finite(saved.copy) and not is_finite(saved.tensor.detach())
 
 
 def _refs_in(tree: Any) -> Iterator[Any]:
