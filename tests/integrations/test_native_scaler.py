@@ -298,7 +298,6 @@ def test_gradients_that_wait_for_their_step_follow_the_scale() -> None:
     assert float(norm) == pytest.approx(float(truth), rel=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_inside_a_window_follow_a_scale_that_is_loaded() -> None:
     model, (first, second) = network(), batches(2)
     optimizer, scaler = SGD(model.parameters(), 0.1), NativeScalerWithGradNormCount()
@@ -311,6 +310,7 @@ def test_gradients_inside_a_window_follow_a_scale_that_is_loaded() -> None:
     assert float(norm) == pytest.approx(float(truth), rel=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_second_order_optimizers_get_a_graph() -> None:
     """AdaHessian differentiates the gradients, as timm and Swin let it with `create_graph`."""
     model = nn.Linear(4, 1)
