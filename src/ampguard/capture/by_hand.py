@@ -32,7 +32,7 @@ class UpdateByHand:
         """Whether the update may make new tensors in place of these."""
         self._has_skipped = False
 
-    def begin(self, inputs: Any) -> None:
+    def differentiates(self, inputs: Any) -> None:
         """A backward pass begins, of `inputs` where it returns its gradients."""
         self.inputs = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         if self.waiting is not None:

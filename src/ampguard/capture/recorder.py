@@ -331,7 +331,7 @@ class FlightRecorder:
         """
         if self.tape.is_on_stack:
             self.tape.leave()
-        self.gradients.by_hand.begin(inputs)
+        self.gradients.by_hand.differentiates(inputs)
         if self.ends_run:
             self.listener.on_forward()
         if self.before_training.is_on:

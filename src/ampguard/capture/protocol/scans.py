@@ -431,8 +431,9 @@ def left_at(watch: OptimizerWatch, parameter: Tensor, trained: list[Tensor], now
     group = _group_of(watch, parameter)
     alike = [p for p in trained if p.grad is not None and id(p) in versions]
     other = next((p for p in alike if id(p) in group), None)
-    if alike and id(parameter) in versions and 0 < _missed(watch, parameter, alike[0]) <= now - then:
-        return now - _missed(watch, parameter, alike[0]) + 1
+    missed = _missed(watch, parameter, alike[0]) if alike and id(parameter) in versions else 0
+    if 0 < missed <= now - then:
+        return now - missed + 1
     if other is None or id(parameter) not in versions:
         return now
     every = version_of(other) - versions[id(other)]
