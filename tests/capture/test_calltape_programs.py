@@ -81,6 +81,15 @@ def _written_without_gradient(x: Tensor) -> Tensor:
     return x - level
 
 
+def _viewed_behind_writes(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        shares = x.detach().exp()
+        for _ in range(2):
+            shares /= shares.sum(0, keepdim=True) + 1.0
+        turned = shares.t()
+    return x + 0.1 * turned.float().t()
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: (x.clamp(max=3.0)).exp(),
     "softmax": lambda x: x.softmax(-1) + 0.1,
@@ -104,6 +113,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "drawn": _drawn,
     "added up": _added_up,
     "written without gradient": _written_without_gradient,
+    "viewed behind writes": _viewed_behind_writes,
     "without gradient": _constant,
     "half": lambda x: x.half().float(),
     "transposed": lambda x: x.T.contiguous().T * 1.0,

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
+
 Guard = Callable[..., Any]
 
 
@@ -69,6 +72,16 @@ def test_the_overflow_is_told(
     assert first.evidence["max_abs_fp32"] > 65504
     assert first.fixes[0].action == "force-fp32"
     assert first.fixes[0].verified
+
+
+def test_the_overflow_is_told_where_calls_are_kept(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view is taken behind writes that are told later than the view."""
+    monkeypatch.setattr(schedule, "LONG_STEP", 60.0)
+    for room in (schedule, pace):
+        monkeypatch.setattr(room, "FREE_SECONDS", 0.0)
+    run = guard(lambda: training(sinkhorn, 0.5))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.location.code) == ("fp16-overflow", "q /= torch.sum(q)")
 
 
 def test_a_zero_of_its_own_is_an_underflow(guard: Guard) -> None:

@@ -97,8 +97,8 @@ class Producers:
         for identity in self._lying_in(memory) if memory else ():
             alias, ref, known_version = self.known[identity]
             tensor = alias()
-            if tensor is None or tensor is written:
-                continue
+            if tensor is None or tensor is written or ref.event > index:
+                continue  # (a write that is told later: a view that was made after it has seen the new value)
             if known_version == version_of(tensor) or (known_version == version and version_of(tensor) == now):
                 self.known[identity] = (alias, ref, known_version + one)
                 self.writers.setdefault(ref.event, []).append(index)
