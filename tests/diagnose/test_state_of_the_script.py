@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from ampguard.capture.judging.carried import LARGEST
+
 Guard = Callable[..., Any]
 
 
 def train(steps: int, dtype: torch.dtype, growth: float) -> None:
+    """More is kept than is looked at in each step."""
     torch.manual_seed(0)
-    memory = {"sums": torch.ones(8, 8, dtype=dtype)}
+    memory = {"sums": torch.ones(8, LARGEST // 8 + 1, dtype=dtype)}
     weights = torch.randn(8, 8).requires_grad_()
     optimizer = torch.optim.SGD([weights], lr=1e-3)
     for step in range(steps):
         x = torch.randn(8, 8)
-        recalled = (x @ weights) @ (memory["sums"].float() / (step + 1))
+        recalled = (x @ weights) @ (memory["sums"][:, :8].float() / (step + 1))
         loss = nn.functional.layer_norm(recalled, (8,)).square().mean()
         with torch.no_grad():
             memory["sums"][:, 3] *= growth  # this step has read it already

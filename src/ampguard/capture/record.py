@@ -375,6 +375,8 @@ class BadResult:
     """The optimizer had used them when the device that holds them came to them: their step is over."""
     is_of_weights: bool = False
     """What the script wrote to weights between two steps, in place of a loss."""
+    is_of_state: bool = False
+    """State that the script keeps outside of modules, in place of a loss: a failure if a later step reads it."""
     is_of_preparation: bool = False
     """What the script computed before its first step, in place of a loss."""
     has_ended_run: bool = False

@@ -31,6 +31,7 @@ from ampguard.capture.glue.tape import GlueTape
 from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.graph_captures import GraphCaptures
+from ampguard.capture.judging.carried import CarriedState
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
@@ -88,6 +89,7 @@ class FlightRecorder:
         self.judge.gradients.thread = lambda: self.turns.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.backward_calls = BackwardCalls(self.log, self.steps)
+        self.carried = CarriedState(self.log, self.steps, self._report)
         self.tape = GlueTape(self, self.turns.thread)
         self.before_training = BeforeTraining(barrier)
         self.left_behind = TapesLeftBehind(barrier)
@@ -168,6 +170,8 @@ class FlightRecorder:
         modes = current_modes()
         if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
             self._look_at_written("train" if modes.grad else "eval")
+        if self.between_steps:
+            self.carried.step_begins(user_line(sys._getframe(2)))
         if not modes.grad:
             self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
@@ -352,8 +356,11 @@ class FlightRecorder:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
-        if not create_graph and not self.judge.is_healthy(losses):
-            self.judge.judge_losses(losses)
+        if not create_graph:
+            if not self.judge.is_healthy(losses):
+                self.judge.judge_losses(losses)
+            elif self.carried.are_any:
+                self.carried.look()
         return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
 
     def gradients_cleared(self, of: int | None) -> None:
@@ -395,6 +402,7 @@ class FlightRecorder:
             has_ended is False
             or self.log.goes_on_after_backward
             or self.gradients.remade.are_used
+            or self.carried.is_behind_backward
             or self.steps.count < FIRST_STEPS
         ):
             self.resume_tape()
@@ -421,6 +429,8 @@ class FlightRecorder:
             self.judge.read_buffers()
         if self.judge.suspects:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
+        if self.carried.is_behind_backward and not self.counting:
+            self.carried.look()
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
             if self.on_first_update is not None:
@@ -501,20 +511,24 @@ class FlightRecorder:
         elif self.schedule.wonders(self.steps.count):
             events, writers = self.log.record.events, self.log.producers.writers
             used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
-            self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
+            used = used or self.log.ahead.is_usual or self.carried.is_between_steps
+            self.schedule.prefix_was(used or self.schedule.keeps_for_weights)
             self.preprocessing.wonder()
         self.preprocessing.cleared_at = -1
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not (hangs_together and self.schedule.is_functional)
         self._has_root = False
-        if self.gradients.remade.are_used:
-            self.log.closed_until = self.log.next_index  # gradients that were used are not to be held on to
+        if self.gradients.remade.are_used or self.carried.is_behind_backward:
+            self.log.closed_until = (
+                self.log.next_index
+            )  # gradients that were used are not to be held on to, and state is given
         if self.live is not None:
             self.live.begin_step()
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
         self.captures.iteration_ends()
+        self.carried.iteration_ends(self._first_root)
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional

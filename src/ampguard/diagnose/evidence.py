@@ -360,6 +360,17 @@ class Evidence:
         return call.tensors[self.given.operand] if call is not None else None
 
     @cached_property
+    def given_by_script(self) -> Tensor | None:
+        """The same, where the operator that reads it also writes to it, so that a replay gives it a copy: the script's own."""
+        given = self.given_tensor
+        if given is None or self.given is None:
+            return given
+        reader = self.given.reader.event
+        alike = [h.tensor for event, _, h in self.held() if event.index == reader and h.copy is not None]
+        alike = [t for t in alike if (t.shape, t.dtype) == (given.shape, given.dtype) and not numerics.is_finite(t)]
+        return alike[0] if alike and all(h.tensor is not given for _, _, h in self.held()) else given
+
+    @cached_property
     def given_values(self) -> Tensor | None:
         """The values of `given_tensor` when the step read it: the script may have overwritten its own tensor since."""
         given = self.given_tensor

@@ -402,7 +402,7 @@ class Replayer:
         loss = gradients.loss
         if (
             self.bad.kind in ("loss", "output")
-            and not self.bad.is_of_weights
+            and not (self.bad.is_of_weights or self.bad.is_of_state)
             and targets
             and targets[0][1].numel() == 1
         ):

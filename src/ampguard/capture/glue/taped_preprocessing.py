@@ -15,6 +15,7 @@ from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.capture.glue.preprocessing import uses_computed
 from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.tape import GlueTape
+from ampguard.capture.judging.carried import CarriedState
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.capture.steps import StepCounter
@@ -33,6 +34,7 @@ class Taping(Protocol):
     schedule: TapeSchedule
     steps: StepCounter
     turns: Turns
+    carried: CarriedState
 
     def resume_tape(self) -> None: ...
 
@@ -101,6 +103,7 @@ class TapedPreprocessing:
         self.last_batch = map_tensors(batch, weakref.ref)
         if self.last_batch is batch:  # an object of another kind: it is not to live longer for us
             self.last_batch = weakref.ref(batch) if getattr(type(batch), "__weakrefoffset__", 0) else None
+        self._recorder.carried.fetched = self._recorder.log.next_index
         self._begin()
 
     def _begin(self) -> None:

@@ -18,6 +18,7 @@ from ampguard.diagnose.cases.case import Case, place_of
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.handed_on import tell_handed_on
 from ampguard.diagnose.cases.hooked import changed_by_a_hook
+from ampguard.diagnose.cases.kept_state import Withheld
 from ampguard.diagnose.cases.past_scaler import is_only_the_scale
 from ampguard.diagnose.cases.recurrence import calls_behind
 from ampguard.diagnose.cases.replaced import with_replaced
@@ -91,6 +92,10 @@ class Examiner:
 
     def examine(self, bad: BadResult) -> None:
         """Find out what a bad result is: new, known, a consequence, or no failure at all."""
+        if bad.is_of_state:
+            with neutral_thread():
+                self._look_at_state(bad)
+            return
         if self._recorder.counting:
             self._casebook.count_unseen(bad)
             return
@@ -178,6 +183,8 @@ class Examiner:
         if evidence is None:
             self._innocent(bad)
             return
+        if self._tell_withheld(self._casebook.kept_state.take_at(place_of(evidence)), bad):
+            return
         if self._casebook.told_before(bad, place_of(evidence)):
             return
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
@@ -216,10 +223,53 @@ class Examiner:
         if incident.cause != "nonfinite-input" or not self._casebook.told_alike(incident, bad):
             self._open(incident, evidence, bad)
 
+    def _look_at_state(self, bad: BadResult) -> None:
+        """State of the script's own has gone bad: why is found out now, and told once something has read it."""
+        state = self._casebook.kept_state
+        if self.is_used_up or self._recorder.counting or not state.may_look or self._casebook.poison.case is not None:
+            return
+        started = time.perf_counter()
+        try:
+            evidence = self._finding_place.of(bad, self.least_seconds)
+        except Exception:  # it cannot be run again: whoever reads the state is told of
+            return
+        finding = find_cause(evidence) if evidence is not None else None
+        if evidence is None or finding is None:
+            return
+        if finding.cause in ("nonfinite-input", "nonfinite-parameter"):
+            state.was_made_of(evidence.given_by_script, bad)
+            return
+        place = place_of(evidence)
+        budget = Budget.for_step(self._recorder.step_seconds, started, self.least_seconds)
+        withheld = Withheld.of(explain(evidence, budget, self._rank, finding), evidence, place)
+        known = next((case for case in self._casebook.cases if case.place == place), None)
+        if known is not None:
+            state.note_read(withheld, known)
+        else:
+            state.withhold(withheld)
+
+    def _tell_withheld(self, withheld: Withheld | None, bad: BadResult) -> bool:
+        """What was found out when state was spoiled is told, now that `bad` has read it."""
+        if withheld is None:
+            return False
+        self._open(withheld.told_of(bad), withheld.evidence, withheld.evidence.bad)
+        case = self._casebook.cases[-1]
+        self._casebook.kept_state.note_read(withheld, case)
+        case.consequences += 1
+        case.last_step = bad.step
+        self._casebook.poison.note(bad, case)
+        return True
+
     def _is_consequence(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
         """Whether the step was only given what a failure that was told has left behind; it is counted to that then."""
         book, cause = self._casebook, finding.cause
-        if book.kept_state.explains(cause, bad, evidence) or book.hands_on(cause, bad, evidence.op.event):
+        if self._tell_withheld(book.kept_state.take_read(cause, evidence.given_by_script), bad):
+            return True
+        spoiled_by = book.kept_state.explains(cause, bad, evidence)
+        if spoiled_by is not None:
+            book.poison.note(bad, spoiled_by)
+            return True
+        if book.hands_on(cause, bad, evidence.op.event):
             return True
         left_by = book.left_inside.explains(cause, bad, evidence)
         if left_by is not None and not book.kept_state.is_of_a_batch(evidence.given_tensor):

@@ -1,0 +1,241 @@
+"""State that a script keeps outside of modules: running figures, memories, tables. Has what it has just computed spoiled any?
+
+Such a tensor is finite when a step begins, is written in it, and is read in a later one, when nobody knows any more what
+was written. Which lines leave such state is learned: what they make outlives its step. From then on it is looked at before
+weights change. Whether it is a failure shows when something reads it: until then nothing is told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.glue.taped_calls import WritingCall
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref
+from ampguard.capture.steps import StepCounter
+from ampguard.numerics import all_finite_on_cpu, is_finite
+
+FIRST_STEPS = 8
+"""Steps at the beginning of a run after each of which it is seen what outlives them."""
+
+LEARN_EVERY = 64
+"""The same later, of two steps in a row."""
+
+LARGEST = 1 << 16
+"""Elements up to which state is looked at."""
+
+MOST = 256
+"""Results that are looked at in one go."""
+
+MOST_OF_A_LINE = 64
+"""Tensors that are remembered of one line."""
+
+MOST_VIEWS = 4
+"""Of views of views that are written to, so many are followed to the whole."""
+
+Place: TypeAlias = tuple[int, int]
+"""A line of code: the code object's identity, and the line's number."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a step may have left: made at this line, or written to in part."""
+
+    ref: weakref.ref[Tensor]
+    line: Line
+    is_whole: bool
+    """Whether the tensor was there before, and the line wrote to a part of it."""
+    is_between_steps: bool
+    is_behind_backward: bool
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A line that leaves state."""
+
+    code: CodeType
+    """Its identity is no other's as long as it lives."""
+    wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """What it writes to in parts."""
+    bad: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """What it has left since it was told of first, all of it bad."""
+
+
+class CarriedState:
+    """Learns which lines outside modules leave tensors to later steps, and looks at what they make."""
+
+    def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
+        self._log = log
+        self._steps = steps
+        self._report = report
+        self._lines: dict[Place, _Leaving] = {}
+        self._left: list[_Left] = []
+        """What the last step has left, if it was seen."""
+        self._looked_until = 0
+        self._are_any_bad = False
+        """Whether anything was bad of what was looked at last."""
+        self.fetched = 0
+        """The first event behind the last batch that a loader gave."""
+        self.is_behind_backward = False
+        """Whether state is written between a backward pass and the optimizer's step."""
+        self.is_between_steps = False
+        """Whether it is written before the first module of a step, or behind the last update."""
+
+    @property
+    def are_any(self) -> bool:
+        """Whether any line is known to leave state."""
+        return bool(self._lines)
+
+    def left_bad_by(self, lines: Iterable[Place]) -> Iterator[Tensor]:
+        """The bad tensors that these lines have left lately."""
+        for place in lines:
+            leaving = self._lines.get(place)
+            for ref in leaving.bad if leaving is not None else ():
+                if (tensor := ref()) is not None:
+                    yield tensor
+
+    # --- which lines leave state --------------------------------------------------------------------------------------
+
+    def iteration_ends(self, first_root: int) -> None:
+        """See what the step that ends has left. `first_root`: its first call of a module."""
+        step = self._steps.count - 1
+        if step < FIRST_STEPS or step % LEARN_EVERY < 2:
+            for left in self._left:
+                if left.ref() is not None:  # it has outlived a further step, or that has read it
+                    self._leaves(left)
+            self._left = list(self._left_by(first_root))
+        elif self._left:
+            self._left = []
+
+    def step_begins(self, root_line: Line | None) -> None:
+        """The first module of a step is called, at this line."""
+        for left in self._left:
+            if left.is_between_steps and left.ref() is not None:  # what was computed there since has read it
+                self._leaves(left)
+        if self.is_between_steps:
+            self.look(root_line)
+
+    def _leaves(self, left: _Left) -> None:
+        leaving = self._lines.setdefault(place_of(left.line), _Leaving(left.line.code))
+        if left.is_whole and all(ref() is not left.ref() for ref in leaving.wholes):
+            leaving.wholes = [*(ref for ref in leaving.wholes if ref() is not None), left.ref][-MOST_OF_A_LINE:]
+        self.is_between_steps |= left.is_between_steps
+        self.is_behind_backward |= left.is_behind_backward
+
+    def _left_by(self, first_root: int) -> Iterator[_Left]:
+        record, began = self._log.record, self._log.iteration_start
+        weights = {compat.storage_key(p) for parameters in self._log.written.roots() for p in parameters} - {0}
+        passes = [e.index for e in record.events if type(e) is BackwardCall and not e.is_functional]
+        last_pass = passes[-1] if passes else self._log.next_index
+        for event in record.events:
+            if event.index < began or not isinstance(event, GlueOp) or event.line is None:
+                continue
+            flags = event.index < first_root, event.index > last_pass
+            whole = self._written_in_part(event)
+            if whole is not None and may_be_state(whole) and compat.storage_key(whole) not in weights:
+                yield _Left(weakref.ref(whole), event.line, True, *flags)
+            for ref in event.outputs:
+                tensor = ref()
+                if tensor is not None and may_be_state(tensor) and compat.storage_key(tensor) not in weights:
+                    yield _Left(ref, event.line, False, *flags)
+
+    def _written_in_part(self, event: GlueOp) -> Tensor | None:
+        """The script's own tensor to a part of which an operator has written (`rows[i] = ...`)."""
+        held = self._written(event)
+        return held.tensor if held is not None and isinstance(event.args[0], Ref) else None
+
+    def _written(self, event: GlueOp) -> Held | None:
+        """What an operator has written to, if that was there before; also through views."""
+        is_write = type(event) is WritingCall or (event.args and 0 in compat.positions_written(event.func))
+        operand = event.args[0] if is_write else None
+        for _ in range(MOST_VIEWS):
+            if not isinstance(operand, Ref):
+                break
+            maker = self._log.record.event(operand.event)
+            operand = maker.args[0] if isinstance(maker, GlueOp) and maker.args else None
+        return operand if isinstance(operand, Held) else None
+
+    # --- what they have made ------------------------------------------------------------------------------------------
+
+    def look(self, root_line: Line | None = None) -> None:
+        """Look at what such lines have made since the last time. `root_line`: where the first module of a step is called."""
+        if not self._lines:
+            return
+        events = self._log.latest(self._looked_until)
+        self._looked_until = self._log.next_index
+        made: dict[int, tuple[Tensor, Event]] = {}
+        for event in events:
+            leaving = self._lines.get(place_of(event.line)) if event.line is not None else None
+            if leaving is not None and isinstance(event, GlueOp):
+                for ref in (*event.outputs, *leaving.wholes):
+                    tensor = ref()
+                    if tensor is not None and may_be_state(tensor):
+                        made[id(tensor)] = tensor, event
+        if made:
+            self._judge(list(made.values())[-MOST:], root_line)
+
+    def _judge(self, made: list[tuple[Tensor, Event]], root_line: Line | None) -> None:
+        if all_finite_on_cpu(tensor for tensor, _ in made) and not self._are_any_bad:
+            return
+        good = {place_of(event.line) for tensor, event in made if event.line is not None}
+        news: list[tuple[Tensor, Event]] = []
+        for tensor, event in made:
+            if event.line is None or is_finite(tensor):
+                continue
+            place = place_of(event.line)
+            leaving = self._lines[place]
+            good.discard(place)
+            if not leaving.bad:
+                news.append((tensor, event))
+            elif all(ref() is not tensor for ref in leaving.bad):
+                leaving.bad = [*(ref for ref in leaving.bad if ref() is not None), weakref.ref(tensor)][
+                    -MOST_OF_A_LINE:
+                ]
+        for place in good:
+            self._lines[place].bad.clear()
+        self._are_any_bad = len(good) < len({place_of(event.line) for _, event in made if event.line is not None})
+        fresh = [(tensor, event) for tensor, event in news if self._was_finite(event.index)]
+        for tensor, event in news:
+            if event.line is not None:
+                self._lines[place_of(event.line)].bad.append(weakref.ref(tensor))
+        if fresh:
+            step = self._steps.count - (root_line is not None and self._is_of_last_step(fresh[0][1], root_line))
+            targets = tuple(dict.fromkeys(self._log.lookup(t) or Ref(event.index, 0) for t, event in fresh))
+            self._report(BadResult("loss", "train", step, self._log.slice(), targets, is_of_state=True))
+
+    def _is_of_last_step(self, event: Event, root_line: Line) -> bool:
+        """Whether what was computed before the first module of a step belongs to the end of the one before."""
+        if not self._steps.count or self.fetched > self._log.iteration_start:
+            return bool(self._steps.count) and event.index < self.fetched
+        line = event.line
+        return line is None or line.code is not root_line.code or line.number > root_line.number
+
+    def _was_finite(self, index: int) -> bool:
+        """Whether what an operator wrote to was finite before, if it wrote to anything that it was given."""
+        event = self._log.record.event(index)
+        written = self._written(event) if isinstance(event, GlueOp) else None
+        return written is None or not written.is_intact or is_finite(written.value.detach())
+
+
+def place_of(line: Line) -> Place:
+    return id(line.code), line.number
+
+
+def may_be_state(tensor: Tensor) -> bool:
+    """Whether a result may be what a script keeps: ordinary numbers, not many, that are no weights and want no gradient."""
+    return (
+        tensor.is_floating_point()
+        and not tensor.requires_grad
+        and not isinstance(tensor, nn.Parameter)
+        and tensor.numel() <= LARGEST
+        and is_immediate(tensor)
+        and compat.is_dense(tensor)
+    )

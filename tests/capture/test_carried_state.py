@@ -1,0 +1,132 @@
+"""State that a script keeps outside of modules: what spoils it is told, once something has read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
+
+STEPS, BAD = 30, 20
+Guard = Callable[..., Any]
+
+
+class Bound:
+    """Running figures, bound anew in each step."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(8)
+
+    def update(self, x: Tensor) -> None:
+        self.scale = 0.9 * self.scale + 0.1 * (x.abs().mean(0) / x.std(0))
+
+    def read(self) -> Tensor:
+        return self.scale
+
+
+class Written(Bound):
+    """The same, written in place."""
+
+    def update(self, x: Tensor) -> None:
+        ratio = x.abs().mean(0) / x.std(0)
+        self.scale.mul_(0.9).add_(ratio, alpha=0.1)
+
+
+class Table(Bound):
+    """A row of a table for each step."""
+
+    def __init__(self) -> None:
+        self.rows = torch.ones(4, 8)
+        self.next = 0
+
+    def update(self, x: Tensor) -> None:
+        self.rows[self.next % 4] = x.abs().mean(0) / x.std(0)
+        self.next += 1
+
+    def read(self) -> Tensor:
+        return self.rows.mean(0)
+
+
+class Listed(Bound):
+    """The last few, in a list."""
+
+    def __init__(self) -> None:
+        self.last = [torch.ones(8)]
+
+    def update(self, x: Tensor) -> None:
+        self.last.append(x.abs().mean(0) / x.std(0))
+        del self.last[:-4]
+
+    def read(self) -> Tensor:
+        return torch.stack(self.last).mean(0)
+
+
+class ByName(Bound):
+    """In a dictionary."""
+
+    def __init__(self) -> None:
+        self.means = {"even": torch.ones(8), "odd": torch.ones(8)}
+        self.next = 0
+
+    def update(self, x: Tensor) -> None:
+        name = ("even", "odd")[self.next % 2]
+        self.means[name] = 0.5 * self.means[name] + 0.5 * (x.abs().mean(0) / x.std(0))
+        self.next += 1
+
+    def read(self) -> Tensor:
+        return self.means["even"] + self.means["odd"]
+
+
+def training(state: Bound, when: str, bad: int = BAD, reads: bool = True) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x = torch.randn(16, 8)
+        if step == bad:
+            x[:, 3] = 0.0
+        loss = model(x / state.read() if reads else x).square().mean()
+        if when == "before backward":
+            state.update(x)
+        optimizer.zero_grad()
+        loss.backward()
+        if when == "behind backward":
+            state.update(x)
+        optimizer.step()
+        if when == "behind the step":
+            state.update(x)
+
+
+KINDS = (Bound, Written, Table, Listed, ByName)
+
+
+@pytest.mark.parametrize("when", ["before backward", "behind backward", "behind the step"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_spoils_it_is_told(
+    guard: Guard, kind: type[Bound], when: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_late`: as late in a run of short steps, in which nothing is free any more."""
+    if is_late:
+        monkeypatch.setattr(schedule, "LONG_STEP", 60.0)
+        for room in (schedule, pace):
+            monkeypatch.setattr(room, "FREE_SECONDS", 0.0)
+    run = guard(lambda: training(kind(), when))
+    assert run.faults == 0, run.stderr
+    (first,) = run.report.incidents
+    assert (first.cause, first.step, first.severity) == ("division-by-zero", BAD, "error")
+    assert "x.std(0)" in first.location.code
+    assert "It is kept over the steps" in first.explanation
+    assert first.fixes[0].verified
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_that_nothing_reads_are_nobodys_business(guard: Guard, kind: type[Bound]) -> None:
+    run = guard(lambda: training(kind(), "before backward", reads=False))
+    assert run.faults == 0, run.stderr
+    assert run.report.incidents == ()
