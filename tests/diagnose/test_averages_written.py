@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from watching import fingerprint
 
 from ampguard.capture.glue import schedule
+from ampguard.capture.judging import carried
 
 Guard = Callable[..., Any]
-BAD = 5
+BAD = 12
 
 
 def decay(step: int, is_bad: bool) -> Tensor:
@@ -24,11 +25,11 @@ def decay(step: int, is_bad: bool) -> Tensor:
 
 def train(is_bad: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
-    batches = list(torch.randn(14, 8, 4))
+    batches = list(torch.randn(20, 8, 4))
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(14):
+    for step in range(20):
         loss = model(batches[step]).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -67,6 +68,7 @@ def test_what_it_may_take_is_bounded(guard: Guard, monkeypatch: pytest.MonkeyPat
     """Once nothing more is free, what is written is not taped; the evaluation tells, and who has written it."""
     monkeypatch.setattr(schedule, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(schedule, "GLUE_TIME_SHARE", 0.0)
+    monkeypatch.setattr(carried, "ASK_EVERY", 1)
     run = guard(train)
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.mode) == ("nonfinite-parameter", "eval")

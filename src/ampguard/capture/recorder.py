@@ -171,7 +171,7 @@ class FlightRecorder:
         if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
             self._look_at_written("train" if modes.grad else "eval")
         if self.between_steps:
-            self.carried.step_begins(user_line(sys._getframe(2)))
+            self.carried.step_begins()
         if not modes.grad:
             self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
@@ -244,6 +244,7 @@ class FlightRecorder:
         self.look_at_buffers(root)
         if root.attributes and root.modes.grad:
             self._find_left(root)
+            self.carried.called(root)
         if not root.modes.grad:
             self.judge.outputs.look_at(root, outputs)
             self.pace.leave(self.log.kept, root.seconds)
@@ -267,6 +268,10 @@ class FlightRecorder:
     def look_at_buffers(self, root: RootCall) -> None:
         """Note what the call drew and changed, and suspect the buffers that it poisoned."""
         poisoned = self.context.after_call(root)
+        if poisoned:
+            apart = {id(saved.tensor) for saved in root.buffers if saved.is_apart}
+            self.carried.spoiled += [(root, name, tensor) for name, tensor in poisoned if id(tensor) in apart]
+            poisoned = [(name, tensor) for name, tensor in poisoned if id(tensor) not in apart]
         if poisoned:
             self.judge.outputs.suspect_buffers(root, poisoned)
         if HAS_CUDA and (asked := self.context.buffers.take_asked()) is not None:
@@ -361,6 +366,7 @@ class FlightRecorder:
                 self.judge.judge_losses(losses)
             elif self.carried.are_any:
                 self.carried.look()
+            self.carried.spoiled.clear()
         return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
 
     def gradients_cleared(self, of: int | None) -> None:
@@ -521,14 +527,14 @@ class FlightRecorder:
         if self.gradients.remade.are_used or self.carried.is_behind_backward:
             self.log.closed_until = (
                 self.log.next_index
-            )  # gradients that were used are not to be held on to, and state is given
+            )  # gradients that were used are not to be held on to; state is given
         if self.live is not None:
             self.live.begin_step()
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
         self.captures.iteration_ends()
-        self.carried.iteration_ends(self._first_root)
+        self.carried.iteration_ends(self._first_root, self.schedule, self.step_seconds)
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional

@@ -95,6 +95,16 @@ def _poisoning_call(record: StepRecord, buffer: Tensor) -> set[int]:
     Calls before it only gave it finite values, perhaps with parameters that an optimizer has changed since; those after
     it began with a bad buffer.
     """
+    bound = [
+        (event.index, saved.value)
+        for event in record.events
+        if isinstance(event, RootCall)
+        for saved in event.attributes
+        if saved.owner.get(saved.name) is buffer
+    ]
+    if bound:
+        found_finite = [i for i, value in bound if not isinstance(value, Tensor) or is_finite(value.detach())]
+        return set(found_finite[-1:] or bound[-1][:1])
     calls = [
         (event.index, saved)
         for event in record.events

@@ -142,6 +142,9 @@ class ModuleSandbox:
                 # The call may have run on another tensor in the buffer's place, which stood there for its time only.
                 self.stand_ins.setdefault(id(saved.tensor), (saved.owner, saved.name))
         for attribute in self._root.attributes:
+            now = attribute.owner.get(attribute.name)
+            if isinstance(now, Tensor):  # what a second call binds there stands for it
+                self.stand_ins.setdefault(id(now), (attribute.owner, attribute.name))
             self._bind(attribute)
 
     def identity_of(self, owner: nn.Module, name: str, buffer: Tensor) -> int:

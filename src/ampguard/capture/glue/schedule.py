@@ -113,6 +113,14 @@ class TapeSchedule:
         self._spent += operators * TAPED_WRITE_SECONDS
         self.keeps_for_weights = self._spent < -FREE_SECONDS / 2
 
+    def may_tape_state(self, operators: int, steps: int, usual_seconds: float) -> bool:
+        """Whether so many operators may be taped in each of the next steps because they write what the script keeps: where that
+        costs next to nothing, or is free for a while."""
+        seconds = operators * TAPED_CALL_SECONDS * steps
+        if seconds > GLUE_TIME_SHARE * usual_seconds * steps:
+            self._spent += seconds
+        return self._spent < 0 or seconds <= GLUE_TIME_SHARE * usual_seconds * steps
+
     def left_for_training(self, log: KeptEvents) -> int:
         """Operators that are taped from here on in a step: what is left of its own, where it calls many modules."""
         if self.is_functional or self.training_limit in (0, MAX_EVENTS):

@@ -1,8 +1,9 @@
-"""State that a script keeps outside of modules: running figures, memories, tables. Has what it has just computed spoiled any?
+"""State that a script keeps beside its modules: running figures, memories, tables. Has what it has just computed spoiled any?
 
 Such a tensor is finite when a step begins, is written in it, and is read in a later one, when nobody knows any more what
 was written. Which lines leave such state is learned: what they make outlives its step. From then on it is looked at before
-weights change. Whether it is a failure shows when something reads it: until then nothing is told.
+weights change. What a module's call binds anew or writes to beside the module is known from its other calls (see
+`root_calls`). Whether it is a failure shows when something reads it: until then nothing is told.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import is_immediate
+from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.taped_calls import WritingCall
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall
 from ampguard.capture.steps import StepCounter
+from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
-FIRST_STEPS = 8
+FIRST_STEPS = 4
 """Steps at the beginning of a run after each of which it is seen what outlives them."""
 
 LEARN_EVERY = 64
-"""The same later, of two steps in a row."""
+"""The same later, of two steps in a row, in the middle of so many."""
+
+ASK_EVERY = 32
+"""Steps after which it is asked again whether there is time for taping what writes state outside a step's own computation."""
 
 LARGEST = 1 << 16
 """Elements up to which state is looked at."""
@@ -50,6 +57,7 @@ class _Left:
     """What a step may have left: made at this line, or written to in part."""
 
     ref: weakref.ref[Tensor]
+    index: int
     line: Line
     is_whole: bool
     """Whether the tensor was there before, and the line wrote to a part of it."""
@@ -65,6 +73,8 @@ class _Leaving:
     """Its identity is no other's as long as it lives."""
     wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
     """What it writes to in parts."""
+    was_good: bool = False
+    """Whether what it has left was ever seen to be finite: what is bad from the start is no news."""
     bad: list[weakref.ref[Tensor]] = field(default_factory=list)
     """What it has left since it was told of first, all of it bad."""
 
@@ -79,20 +89,26 @@ class CarriedState:
         self._lines: dict[Place, _Leaving] = {}
         self._left: list[_Left] = []
         """What the last step has left, if it was seen."""
+        self.spoiled: list[tuple[RootCall, str, Tensor]] = []
+        """What calls since the last backward pass have turned bad beside their modules, and what it is called."""
+        self._bound: set[tuple[int, str]] = set()
+        """Names that were known to stand for something bad."""
         self._looked_until = 0
         self._are_any_bad = False
         """Whether anything was bad of what was looked at last."""
         self.fetched = 0
         """The first event behind the last batch that a loader gave."""
         self.is_behind_backward = False
-        """Whether state is written between a backward pass and the optimizer's step."""
+        """Whether state is written between a backward pass and the optimizer's step, and that is taped."""
         self.is_between_steps = False
-        """Whether it is written before the first module of a step, or behind the last update."""
+        """Whether it is written before the first module of a step, or behind the last update, and that is taped."""
+        self._taped = 0, 0
+        """Events of a step that were taped because of these."""
 
     @property
     def are_any(self) -> bool:
-        """Whether any line is known to leave state."""
-        return bool(self._lines)
+        """Whether any line is known to leave state, or a call has spoiled some."""
+        return bool(self._lines or self.spoiled)
 
     def left_bad_by(self, lines: Iterable[Place]) -> Iterator[Tensor]:
         """The bad tensors that these lines have left lately."""
@@ -104,24 +120,34 @@ class CarriedState:
 
     # --- which lines leave state --------------------------------------------------------------------------------------
 
-    def iteration_ends(self, first_root: int) -> None:
-        """See what the step that ends has left. `first_root`: its first call of a module."""
+    def iteration_ends(self, first_root: int, schedule: TapeSchedule, usual_seconds: float) -> None:
+        """See what the step that ends has left. `first_root`: its first call of a module; `usual_seconds`: what steps take."""
         step = self._steps.count - 1
-        if step < FIRST_STEPS or step % LEARN_EVERY < 2:
+        if step % ASK_EVERY == ASK_EVERY - 1 and (self.is_behind_backward or self.is_between_steps):
+            before, behind = self._taped
+            self.is_between_steps &= schedule.may_tape_state(before, ASK_EVERY, usual_seconds)
+            self.is_behind_backward &= schedule.may_tape_state(behind, ASK_EVERY, usual_seconds)
+        if step < FIRST_STEPS or step % LEARN_EVERY - LEARN_EVERY // 2 in (0, 1):
+            read = self._read_of_earlier_steps() if self._left else set()
             for left in self._left:
-                if left.ref() is not None:  # it has outlived a further step, or that has read it
+                if left.ref() is not None or left.index in read:  # it has outlived a further step, or that has read it
                     self._leaves(left)
             self._left = list(self._left_by(first_root))
         elif self._left:
             self._left = []
 
-    def step_begins(self, root_line: Line | None) -> None:
-        """The first module of a step is called, at this line."""
+    def step_begins(self) -> None:
+        """The first module of a step is called."""
         for left in self._left:
             if left.is_between_steps and left.ref() is not None:  # what was computed there since has read it
                 self._leaves(left)
-        if self.is_between_steps:
-            self.look(root_line)
+        if self._lines:
+            self.look(is_between_steps=True)
+
+    def _read_of_earlier_steps(self) -> set[int]:
+        """The events of earlier steps whose results an event of this one was given."""
+        events, began = self._log.record.events, self._log.iteration_start
+        return {ref.event for event in events if event.index >= began for ref in refs_of(event) if ref.event < began}
 
     def _leaves(self, left: _Left) -> None:
         leaving = self._lines.setdefault(place_of(left.line), _Leaving(left.line.code))
@@ -135,17 +161,19 @@ class CarriedState:
         weights = {compat.storage_key(p) for parameters in self._log.written.roots() for p in parameters} - {0}
         passes = [e.index for e in record.events if type(e) is BackwardCall and not e.is_functional]
         last_pass = passes[-1] if passes else self._log.next_index
+        own = [event.index for event in record.events if event.index >= began]
+        self._taped = sum(index < first_root for index in own), sum(index > last_pass for index in own)
         for event in record.events:
             if event.index < began or not isinstance(event, GlueOp) or event.line is None:
                 continue
             flags = event.index < first_root, event.index > last_pass
             whole = self._written_in_part(event)
             if whole is not None and may_be_state(whole) and compat.storage_key(whole) not in weights:
-                yield _Left(weakref.ref(whole), event.line, True, *flags)
+                yield _Left(weakref.ref(whole), event.index, event.line, True, *flags)
             for ref in event.outputs:
                 tensor = ref()
                 if tensor is not None and may_be_state(tensor) and compat.storage_key(tensor) not in weights:
-                    yield _Left(ref, event.line, False, *flags)
+                    yield _Left(ref, event.index, event.line, False, *flags)
 
     def _written_in_part(self, event: GlueOp) -> Tensor | None:
         """The script's own tensor to a part of which an operator has written (`rows[i] = ...`)."""
@@ -163,10 +191,38 @@ class CarriedState:
             operand = maker.args[0] if isinstance(maker, GlueOp) and maker.args else None
         return operand if isinstance(operand, Held) else None
 
-    # --- what they have made ------------------------------------------------------------------------------------------
+    # --- what calls have left ------------------------------------------------------------------------------------------
 
-    def look(self, root_line: Line | None = None) -> None:
-        """Look at what such lines have made since the last time. `root_line`: where the first module of a step is called."""
+    def called(self, root: RootCall) -> None:
+        """A module's call has bound these names anew (attributes of objects, entries of dictionaries, globals)."""
+        for place in root.attributes:
+            now = place.owner.get(place.name)
+            if type(now) is not Tensor or not may_be_state(now):
+                continue
+            key = id(place.owner), place.name
+            if is_finite(now):
+                self._bound.discard(key)
+            elif key not in self._bound:
+                self._bound.add(key)
+                before = place.value
+                if not isinstance(before, Tensor) or not is_immediate(before) or is_finite(before.detach()):
+                    self.spoiled.append((root, place.name, now))
+
+    def _tell_spoiled(self) -> None:
+        spoiled, self.spoiled = self.spoiled, []
+        root = spoiled[0][0]
+        mine = [(name, tensor) for by, name, tensor in spoiled if by is root]
+        held = tuple(Held(tensor, version_of(tensor)) for _, tensor in mine)
+        names = tuple(name for name, _ in mine)
+        record = self._log.slice()
+        self._report(BadResult("buffer", "train", self._steps.count, record, held, names=names, is_of_state=True))
+
+    # --- what lines have left -----------------------------------------------------------------------------------------
+
+    def look(self, is_between_steps: bool = False) -> None:
+        """Look at what such lines have made since the last time."""
+        if self.spoiled:
+            self._tell_spoiled()
         if not self._lines:
             return
         events = self._log.latest(self._looked_until)
@@ -180,12 +236,15 @@ class CarriedState:
                     if tensor is not None and may_be_state(tensor):
                         made[id(tensor)] = tensor, event
         if made:
-            self._judge(list(made.values())[-MOST:], root_line)
+            self._judge(list(made.values())[-MOST:], is_between_steps)
 
-    def _judge(self, made: list[tuple[Tensor, Event]], root_line: Line | None) -> None:
+    def _judge(self, made: list[tuple[Tensor, Event]], is_between_steps: bool) -> None:
+        lines = {place_of(event.line): self._lines[place_of(event.line)] for _, event in made if event.line is not None}
         if all_finite_on_cpu(tensor for tensor, _ in made) and not self._are_any_bad:
+            for leaving in lines.values():
+                leaving.was_good = True
             return
-        good = {place_of(event.line) for tensor, event in made if event.line is not None}
+        good = set(lines)
         news: list[tuple[Tensor, Event]] = []
         for tensor, event in made:
             if event.line is None or is_finite(tensor):
@@ -200,23 +259,18 @@ class CarriedState:
                     -MOST_OF_A_LINE:
                 ]
         for place in good:
-            self._lines[place].bad.clear()
-        self._are_any_bad = len(good) < len({place_of(event.line) for _, event in made if event.line is not None})
-        fresh = [(tensor, event) for tensor, event in news if self._was_finite(event.index)]
+            lines[place].was_good = True
+            lines[place].bad.clear()
+        self._are_any_bad = len(good) < len(lines)
+        fresh = [(t, e) for t, e in news if e.line and lines[place_of(e.line)].was_good and self._was_finite(e.index)]
         for tensor, event in news:
             if event.line is not None:
-                self._lines[place_of(event.line)].bad.append(weakref.ref(tensor))
+                lines[place_of(event.line)].bad.append(weakref.ref(tensor))
         if fresh:
-            step = self._steps.count - (root_line is not None and self._is_of_last_step(fresh[0][1], root_line))
+            is_of_last = is_between_steps and self._log.iteration_start <= fresh[0][1].index < self.fetched
+            step = self._steps.count - (is_of_last and self._steps.count > 0)
             targets = tuple(dict.fromkeys(self._log.lookup(t) or Ref(event.index, 0) for t, event in fresh))
             self._report(BadResult("loss", "train", step, self._log.slice(), targets, is_of_state=True))
-
-    def _is_of_last_step(self, event: Event, root_line: Line) -> bool:
-        """Whether what was computed before the first module of a step belongs to the end of the one before."""
-        if not self._steps.count or self.fetched > self._log.iteration_start:
-            return bool(self._steps.count) and event.index < self.fetched
-        line = event.line
-        return line is None or line.code is not root_line.code or line.number > root_line.number
 
     def _was_finite(self, index: int) -> bool:
         """Whether what an operator wrote to was finite before, if it wrote to anything that it was given."""

@@ -1,4 +1,4 @@
-"""Plain state that a forward pass changes: a hidden state, a counter, a global.
+"""Plain state that a forward pass changes: a hidden state, a counter, a global, what an object or a dictionary holds.
 
 Which names a call binds anew is found by comparing before and after, on the first call and now and then; from then on
 only those are kept before each call. Keeping is holding a reference: nothing is copied.
@@ -7,16 +7,44 @@ only those are kept before each call. Keeping is holding a reference: nothing is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.record import ABSENT, SavedAttribute
 from ampguard.capture.root_calls.bymodule import ByModule
 
 RESCAN_CALLS = 256
 MAX_PLACES = 4096
+MOST_TABLES = 64
+MOST_ENTRIES = 256
+"""Of a dictionary, or of an object's attributes; one with more is something else."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+OTHER_KINDS = (
+    type,
+    nn.Module,
+    torch.optim.Optimizer,
+    Tensor,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+)
+OTHER_PACKAGES = {
+    "torch",
+    "builtins",
+    "numpy",
+    "collections",
+    "functools",
+    "logging",
+    "threading",
+    "random",
+    "argparse",
+}
 VALUES = (int, float, bool, str, tuple, Tensor, type(None))
 
 
@@ -63,21 +91,65 @@ class AttributeWatch:
 
 
 def plain_state(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Attributes of the user's modules under `module`, and globals that their forward methods name."""
+    """Attributes of the user's modules under `module`, globals that their methods name, and what hangs by a name in those."""
+    places: list[tuple[dict[str, Any], str]] = []
+    for inner in module.modules():
+        if not type(inner).__module__.startswith("torch."):
+            attributes = inner.__dict__
+            places += [(attributes, n) for n, v in attributes.items() if isinstance(v, VALUES) and n != "training"]
+    places += [(scope, n) for scope, n in _globals_named(module) if isinstance(scope[n], VALUES)]
+    for table, _ in tables_beside(module):
+        places += [(table, n) for n, v in list(table.items()) if isinstance(v, VALUES)]
+    return places
+
+
+def tables_beside(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Dictionaries, and the attributes of plain objects, that hang in the user's modules under `module` or in globals that
+    their methods name; and what each is called."""
+    named: list[tuple[str, Any]] = []
+    for path, inner in compat.named_modules_of_user(module).values():
+        if not type(inner).__module__.startswith("torch."):
+            prefix = f"{path}." if path else ""
+            named += [(prefix + name, v) for name, v in inner.__dict__.items() if name not in OWN_ATTRIBUTES]
+    named += [(name, scope[name]) for scope, name in _globals_named(module)]
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    for name, value in named:
+        table = _table_of(value)
+        if table is not None and 0 < len(table) <= MOST_ENTRIES:
+            found.setdefault(id(table), (table, name))
+    return list(found.values())[:MOST_TABLES]
+
+
+def _table_of(value: Any) -> dict[str, Any] | None:
+    """A dictionary, or that of a plain object of the user's."""
+    kind = type(value)
+    if kind is dict:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, OTHER_KINDS) or kind.__module__.partition(".")[0] in OTHER_PACKAGES:
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict else None
+
+
+def _globals_named(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The globals that the methods of the user's modules name, and the functions of the user's that these call."""
     places: list[tuple[dict[str, Any], str]] = []
     seen: set[int] = set()
-    for inner in module.modules():
-        kind = type(inner)
-        if kind.__module__.startswith("torch."):
+    functions = [f for inner in module.modules() for kind in type(inner).__mro__ for f in _methods_of(kind)]
+    while functions:
+        function = functions.pop()
+        code = function.__code__
+        if id(code) in seen or not is_user_code(code):
             continue
-        attributes = inner.__dict__
-        places += [(attributes, n) for n, v in attributes.items() if isinstance(v, VALUES) and n != "training"]
-        forward = getattr(kind, "forward", None)
-        code = getattr(forward, "__code__", None)
-        if code is not None and id(code) not in seen and is_user_code(code):
-            seen.add(id(code))
-            scope = forward.__globals__  # type: ignore[union-attr]
-            places += [(scope, n) for n in code.co_names if n in scope and isinstance(scope[n], VALUES)]
-        if len(places) > MAX_PLACES:
-            return []
+        seen.add(id(code))
+        scope = function.__globals__
+        names = [n for n in code.co_names if n in scope]
+        places += [(scope, n) for n in names]
+        functions += [scope[n] for n in names if isinstance(scope[n], FunctionType)]
     return places
+
+
+def _methods_of(kind: type) -> list[FunctionType]:
+    if kind.__module__.startswith("torch.") or kind is object:
+        return []
+    return [value for value in vars(kind).values() if isinstance(value, FunctionType)]

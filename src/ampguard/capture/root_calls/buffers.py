@@ -3,6 +3,7 @@
 BatchNorm's running statistics take in the very forward pass that fails, so a replay needs them as they were. Only
 buffers that calls really change are copied; which those are, their version counters tell. Statistics that a module of the
 user's keeps in plain attributes (`self.total += x.sum()`) are buffers that nobody has registered: what calls write to in place.
+So is what they write to in objects beside them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ampguard import compat
 from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.record import SavedBuffer
 from ampguard.capture.root_calls.at_rest import Looks, RestingBuffers
+from ampguard.capture.root_calls.attributes import tables_beside
 from ampguard.capture.root_calls.bymodule import ByModule
 from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
@@ -43,7 +45,9 @@ RANGED = 1 << 22
 class _Watched:
     places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)
     plain: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
-    """Attributes that are tensors, or None as yet."""
+    """Attributes that are tensors, or None as yet; and tensors in objects beside the module."""
+    apart: set[int] = field(default_factory=set)
+    """Those objects' dictionaries, by identity."""
     changing: set[tuple[int, str]] = field(default_factory=set)
     modes: set[bool] = field(default_factory=set)
     """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
@@ -112,6 +116,7 @@ class BufferWatch:
             tensor = owner.get(name)
             if type(tensor) is Tensor and _may_be_statistics(tensor):
                 saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None, is_plain=True))
+                saved[-1].is_apart = id(owner) in watched.apart
                 if (id(owner), name) in watched.changing or first:
                     kept.append(saved[-1])
         for buffer, copy in zip(kept, compat.clones_of([buffer.tensor for buffer in kept]), strict=True):
@@ -132,6 +137,14 @@ class BufferWatch:
             for name, value in vars(owner).items()
             if (value is None or type(value) is Tensor) and not name.startswith("_")
         ][:MOST_PLAIN]
+        apart = [
+            (table, name, f"{path}.{name}")
+            for table, path in tables_beside(module)
+            for name, value in table.items()
+            if type(value) is Tensor
+        ]
+        watched.apart = {id(table) for table, _, _ in apart}
+        watched.plain += apart[:MOST_PLAIN]
         watched.is_lazy = len(watched.places) < len(places)
         if self._asks:
             self._keep_lowest(watched)

@@ -18,13 +18,13 @@ from ampguard.diagnose.cases.case import Case, place_of
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.handed_on import tell_handed_on
 from ampguard.diagnose.cases.hooked import changed_by_a_hook
-from ampguard.diagnose.cases.kept_state import Withheld
 from ampguard.diagnose.cases.past_scaler import is_only_the_scale
 from ampguard.diagnose.cases.recurrence import calls_behind
 from ampguard.diagnose.cases.replaced import with_replaced
 from ampguard.diagnose.cases.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.cases.unrecorded import Unrecorded, better
 from ampguard.diagnose.cases.wire_overflow import overflow_on_the_wire
+from ampguard.diagnose.cases.withheld import GIVEN, Withheld
 from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
@@ -183,7 +183,7 @@ class Examiner:
         if evidence is None:
             self._innocent(bad)
             return
-        if self._tell_withheld(self._casebook.kept_state.take_at(place_of(evidence)), bad):
+        if self._tell_withheld(self._casebook.kept_state.withheld.take_at(place_of(evidence), bad.step), bad):
             return
         if self._casebook.told_before(bad, place_of(evidence)):
             return
@@ -225,8 +225,8 @@ class Examiner:
 
     def _look_at_state(self, bad: BadResult) -> None:
         """State of the script's own has gone bad: why is found out now, and told once something has read it."""
-        state = self._casebook.kept_state
-        if self.is_used_up or self._recorder.counting or not state.may_look or self._casebook.poison.case is not None:
+        states = self._casebook.kept_state.withheld
+        if self.is_used_up or self._recorder.counting or not states.may_look or self._casebook.poison.case is not None:
             return
         started = time.perf_counter()
         try:
@@ -236,17 +236,17 @@ class Examiner:
         finding = find_cause(evidence) if evidence is not None else None
         if evidence is None or finding is None:
             return
-        if finding.cause in ("nonfinite-input", "nonfinite-parameter"):
-            state.was_made_of(evidence.given_by_script, bad)
+        if finding.cause in GIVEN:
+            states.is_made_of(evidence.given_by_script, bad)
             return
         place = place_of(evidence)
         budget = Budget.for_step(self._recorder.step_seconds, started, self.least_seconds)
         withheld = Withheld.of(explain(evidence, budget, self._rank, finding), evidence, place)
         known = next((case for case in self._casebook.cases if case.place == place), None)
         if known is not None:
-            state.note_read(withheld, known)
+            states.note_told(withheld, known)
         else:
-            state.withhold(withheld)
+            states.add(withheld)
 
     def _tell_withheld(self, withheld: Withheld | None, bad: BadResult) -> bool:
         """What was found out when state was spoiled is told, now that `bad` has read it."""
@@ -254,7 +254,7 @@ class Examiner:
             return False
         self._open(withheld.told_of(bad), withheld.evidence, withheld.evidence.bad)
         case = self._casebook.cases[-1]
-        self._casebook.kept_state.note_read(withheld, case)
+        self._casebook.kept_state.withheld.note_told(withheld, case)
         case.consequences += 1
         case.last_step = bad.step
         self._casebook.poison.note(bad, case)
@@ -263,7 +263,7 @@ class Examiner:
     def _is_consequence(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
         """Whether the step was only given what a failure that was told has left behind; it is counted to that then."""
         book, cause = self._casebook, finding.cause
-        if self._tell_withheld(book.kept_state.take_read(cause, evidence.given_by_script), bad):
+        if self._tell_withheld(book.kept_state.withheld.take_read(cause, evidence.given_by_script, bad), bad):
             return True
         spoiled_by = book.kept_state.explains(cause, bad, evidence)
         if spoiled_by is not None:

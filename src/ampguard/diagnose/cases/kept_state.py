@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from torch import Tensor, nn
 
-from ampguard import compat
 from ampguard.capture.flags import is_immediate
-from ampguard.capture.judging.carried import Place as CodeLine
-from ampguard.capture.judging.carried import place_of as line_place
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall, SavedBuffer
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall, SavedBuffer
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.root_calls.trees import tensors_in
-from ampguard.diagnose.cases.case import Case, Place
+from ampguard.diagnose.cases.case import Case
+from ampguard.diagnose.cases.withheld import WithheldStates, is_part_of
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.named_arguments import named_leaves
-from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 
 MOST_EVENTS = 512
@@ -38,34 +33,6 @@ Reading = tuple[str, int, Any, str]
 """Where a tensor is read: the file, the line, what was called, and by which argument."""
 
 
-MOST_WITHHELD = 4
-"""Failures of state that are looked into without anything having read it."""
-
-
-@dataclass
-class Withheld:
-    """State was spoiled, and why is known. It is told once something has read it: figures may well be NaN."""
-
-    incident: Incident
-    evidence: Evidence
-    place: Place
-    state: list[weakref.ref[Tensor]]
-    lines: frozenset[CodeLine]
-    """Those that have left it."""
-
-    @classmethod
-    def of(cls, incident: Incident, evidence: Evidence, place: Place) -> Withheld:
-        made = _made(evidence.bad)
-        lines = frozenset(line_place(event.line) for event, _ in made if event.line is not None)
-        return cls(incident, evidence, place, [event.outputs[output] for event, output in made], lines)
-
-    def told_of(self, bad: BadResult) -> Incident:
-        """The incident, now that `bad` has read the state."""
-        reader = f"in step {bad.step}" if bad.mode == "train" else "in evaluation"
-        text = f"{self.incident.explanation} It is kept over the steps, and was finite before; what fails {reader} reads it."
-        return msgspec.structs.replace(self.incident, explanation=text)
-
-
 class KeptState:
     """Knows what a step that failed had read while it was finite."""
 
@@ -74,57 +41,7 @@ class KeptState:
         self._case: Case | None = None
         self._finite: set[Reading] = set()
         self._written: list[tuple[weakref.ref[Tensor], Case]] = []
-        self._withheld: list[Withheld] = []
-        self._told: list[tuple[frozenset[CodeLine], Case]] = []
-        """Of what was withheld and has been read, the lines that leave it."""
-        self.looks = 0
-
-    @property
-    def may_look(self) -> bool:
-        """Whether state that has gone bad may be looked into."""
-        return self.looks < MOST_WITHHELD
-
-    def withhold(self, withheld: Withheld) -> None:
-        """State of the script's own was spoiled, of which nobody knows yet whether anything reads it."""
-        self.looks += 1
-        self._withheld = [
-            known for known in self._withheld if known.place != withheld.place
-        ]  # (it has recovered since)
-        self._withheld.append(withheld)
-
-    def was_made_of(self, given: Tensor | None, bad: BadResult) -> bool:
-        """Whether state is bad because it was made from some that is withheld: that lies in other places then, too."""
-        found = next((known for known in self._withheld if given is not None and self._holds(known, given)), None)
-        if found is not None:
-            made = _made(bad)
-            found.lines |= {line_place(event.line) for event, _ in made if event.line is not None}
-            found.state += [event.outputs[output] for event, output in made]
-        return found is not None
-
-    def take_read(self, cause: str, given: Tensor | None) -> Withheld | None:
-        """What was withheld of a tensor that has been read now."""
-        if cause not in ("nonfinite-parameter", "nonfinite-input") or given is None:
-            return None
-        return self._take(next((known for known in self._withheld if self._holds(known, given)), None))
-
-    def take_at(self, place: Place) -> Withheld | None:
-        """What was withheld of a place at which the failure of a later step begins."""
-        return self._take(next((known for known in self._withheld if known.place == place), None))
-
-    def _take(self, found: Withheld | None) -> Withheld | None:
-        if found is not None:
-            self._withheld.remove(found)
-        return found
-
-    def _holds(self, withheld: Withheld, tensor: Tensor) -> bool:
-        """Whether it is about this tensor, or a part of it, or what the same lines have made of it since."""
-        live = [state for ref in withheld.state if (state := ref()) is not None]
-        return any(_is_part_of(tensor, state) for state in (*live, *self._recorder.carried.left_bad_by(withheld.lines)))
-
-    def note_read(self, withheld: Withheld, case: Case) -> None:
-        """It was told as `case`."""
-        self._told.append((withheld.lines, case))
-        self._written += [(ref, case) for ref in withheld.state]
+        self.withheld = WithheldStates(recorder)
 
     def note_written(self, evidence: Evidence, case: Case) -> None:
         """A failure begins where the script had computed what it then wrote to buffers, or to plain attributes: these."""
@@ -150,17 +67,14 @@ class KeptState:
         case: Case | None = None
         if cause in ("nonfinite-parameter", "nonfinite-input"):
             given = evidence.given_by_script
-            case = next((case for ref, case in self._written if _is_part_of(given, ref())), None)
-            case = case or next((case for lines, case in self._told if self._is_left_by(lines, given)), None)
+            case = next((case for ref, case in self._written if is_part_of(given, ref())), None)
+            case = case or self.withheld.told_of(given, bad)
         if case is None and cause == "nonfinite-input" and self._has_gone_bad(bad, evidence):
             case = self._case
         if case is not None:
             case.consequences += 1
             case.last_step = bad.step
         return case
-
-    def _is_left_by(self, lines: frozenset[CodeLine], given: Tensor | None) -> bool:
-        return any(_is_part_of(given, tensor) for tensor in self._recorder.carried.left_bad_by(lines))
 
     def _has_gone_bad(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether bad data were finite in the failing step right before, and are no batch."""
@@ -174,18 +88,6 @@ class KeptState:
         batches = self._recorder.preprocessing.batch_before, self._recorder.preprocessing.last_batch
         live = [value for ref in _refs_in(batches) if (value := ref()) is not None]
         return any(tensor is given for value in live for tensor in tensors_in(value))
-
-
-def _made(bad: BadResult) -> list[tuple[Event, int]]:
-    """The events that have made what a bad result is about, and which of their results that is."""
-    made = ((bad.record.event(t.event), t.output) for t in bad.targets if isinstance(t, Ref))
-    return [(event, output) for event, output in made if event is not None and output < len(event.outputs)]
-
-
-def _is_part_of(given: Tensor | None, known: Tensor | None) -> bool:
-    if given is None or known is None:
-        return False
-    return given is known or compat.storage_key(given) == compat.storage_key(known) != 0
 
 
 def _has_spoiled(saved: SavedBuffer) -> bool:
