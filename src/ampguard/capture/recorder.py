@@ -517,8 +517,8 @@ class FlightRecorder:
         elif self.schedule.wonders(self.steps.count):
             events, writers = self.log.record.events, self.log.producers.writers
             used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
-            used = used or self.log.ahead.is_usual or self.carried.is_between_steps
-            self.schedule.prefix_was(used or self.schedule.keeps_for_weights)
+            used = used or self.log.ahead.is_usual or self.schedule.keeps_for_weights
+            self.schedule.prefix_was(used, writes_state=self.carried.is_between_steps)
             self.preprocessing.wonder()
         self.preprocessing.cleared_at = -1
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)

@@ -149,10 +149,11 @@ class TapeSchedule:
         """Steps in a row without need of what was computed before the first module, after which it is not taped."""
         return RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
 
-    def prefix_was(self, used: bool) -> None:
-        """What was computed before the first module (a metric of the last step, say) was used, or not."""
+    def prefix_was(self, used: bool, writes_state: bool = False) -> None:
+        """What was computed before the first module (a metric of the last step, say) was used, or not; or `writes_state` that the
+        script keeps, which is worth taping as long as there is time for it."""
         self._uses += used
-        self._empty_prefixes = 0 if used else self._empty_prefixes + 1
+        self._empty_prefixes = 0 if used or writes_state else self._empty_prefixes + 1
 
     def before_clearing_was(self, used: bool) -> None:
         """What was computed between an optimizer's step and the call that clears the gradients was used in the next, or not."""
