@@ -456,7 +456,8 @@ class Moves:
             self.routine.spoil()
             if breach.cause == "clip-before-unscale" and not breach.facts.get("clips"):
                 self.read_scaled = breach
-            if breach.cause == "missing-zero-grad" and self._is_of_stale(breach.optimizer, self._began(breach, step)):
+            may_be_stale = breach.cause == "missing-zero-grad" and not breach.facts.get("in_masters")
+            if may_be_stale and self._is_of_stale(breach.optimizer, self._began(breach, step)):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
             if self._is_rare(breach) or self._is_sum_meant(breach):
                 continue

@@ -3,6 +3,7 @@
 What happens   a loop of backward and step without zero_grad, or with one in some iterations only.
                Or an iteration with bad gradients is left by a `continue` that jumps over zero_grad: NaN plus anything is NaN,
                and no iteration after it comes to its step.
+               Or a script adds the model's gradients to those of its float32 masters, and clears the model's only.
                Or layers join an optimizer late, with gradients of all iterations till then: nobody had cleared those.
 Why it hurts   every step follows the sum of all gradients so far: the effective learning rate grows until training diverges.
                With a GradScaler the old gradients are unscaled once more in every step and hardly count; the code is as wrong.
@@ -22,6 +23,8 @@ def missing_zero_grad(scene: Scene) -> Telling:
     name, steps = scene.optimizer, scene.facts["steps"]
     if scene.facts.get("by_hand"):
         return _by_hand(scene)
+    if scene.facts.get("in_masters"):
+        return _in_masters(scene)
     if scene.facts.get("is_stuck"):
         return _stuck(scene)
     if scene.facts.get("joined"):
@@ -63,6 +66,19 @@ def _by_hand(scene: Scene) -> Telling:
     how = f"clear each gradient after the update has used it: {one}.grad = None (or {one}.grad.zero_())"
     fix = order(scene, how, target=one)
     return Telling(text, scene.again, (fix,), evidence={"steps": steps, "by_hand": True})
+
+
+def _in_masters(scene: Scene) -> Telling:
+    """The model's gradients are added to those of its masters, which nobody clears."""
+    name, steps = scene.optimizer, scene.facts["steps"]
+    text = (
+        f"The gradients that `{name}` holds are never cleared: the script adds to them those that backward at "
+        f"{at(scene.first)} gives the model, and {steps} times in a row what {at(scene.again)} had used already was still in "
+        f"them. The model's own gradients are cleared, and they are others."
+    )
+    how = f"clear them once an iteration: {name}.zero_grad(); or put the model's gradients in their place and do not add them"
+    fix = order(scene, how)
+    return Telling(text, scene.again, (fix,), evidence={"steps": steps, "in_masters": True})
 
 
 def _joined(scene: Scene) -> Telling:

@@ -172,6 +172,9 @@ class BackwardProbe:
         reached = witness.moves.after_backward(frame)
         if not witness.piled.is_over:
             witness.piled.after_backward()
+        if not witness.piled_in_masters.is_over:
+            place = witness.moves.machine.last_backward
+            witness.piled_in_masters.after_backward(reached, place.where if place is not None else None)
         if witness.habits.watches_regions:
             witness.habits.differentiated(reached)
         last = witness.moves.machine.last_backward

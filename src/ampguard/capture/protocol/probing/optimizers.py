@@ -79,6 +79,8 @@ class OptimizerProbe:
             witness.guarded(witness.own_steps.before, optimizer)
         if witness.scans.asked:
             witness.guarded(witness.scans.before_step, optimizer)
+        if not witness.piled_in_masters.is_over:
+            witness.guarded(witness.piled_in_masters.before_step, optimizer, sys._getframe(1))
         if moves.stepping is not None:
             moves.stepping[1].stepped = True
         elif witness.recorder.paused:

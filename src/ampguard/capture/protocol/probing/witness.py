@@ -27,6 +27,7 @@ from ampguard.capture.protocol.own_moves import OwnMoves
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
+from ampguard.capture.protocol.piled_in_masters import PiledInMasters
 from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
 from ampguard.capture.protocol.unfrozen import Unfrozen
@@ -60,6 +61,8 @@ class Witness:
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
         self.piled = PiledByHand(self.moves)
+        self.piled_in_masters = PiledInMasters(self.moves)
+        self.piled_in_masters.roots = self._parameters_of_roots
         self.kept = KeptQuantities(self.moves, OwnMoves(self.moves, self.own_updates))
         self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
         close.on_gradient = self.window.arrives
