@@ -58,8 +58,8 @@ def test_the_loss_behind_a_teacher_is_explained(
         monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
         monkeypatch.setattr(schedule, "FREE_SECONDS", 0.0)
         monkeypatch.setattr(
-            schedule, "GLUE_TIME_SHARE", 0.1
-        )  # (what a slow or crowded machine has left of 1 % of its steps varies)
+            schedule, "GLUE_TIME_SHARE", 1.0
+        )  # (how many operators 1 % of a step is varies with the machine)
     unguarded = distil(bad_loss, skips)
     run = guard(lambda: distil(bad_loss, skips))
     assert run.faults == 0, run.stderr

@@ -299,6 +299,7 @@ def test_parameters_that_were_bad_before_are_not_its_doing(guard: Guard) -> None
 def test_looks_that_take_too_long_are_no_longer_made(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_steps, "FREE_STEPS", 1)
     monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    monkeypatch.setattr(own_steps, "FREE_SECONDS", 0.0)
     looked: list[int] = []
     counters_of = own_steps.counters_of
     monkeypatch.setattr(
@@ -321,6 +322,7 @@ def test_the_first_steps_of_a_later_optimizer_are_looked_at_as_well(
 ) -> None:
     monkeypatch.setattr(own_steps, "FREE_STEPS", 2)
     monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    monkeypatch.setattr(own_steps, "FREE_SECONDS", 0.0)
 
     def body() -> None:
         model = nn.Linear(6, 3)
@@ -368,6 +370,7 @@ def test_the_first_steps_that_reach_an_unfrozen_part_are_looked_at(
 ) -> None:
     monkeypatch.setattr(own_steps, "FREE_STEPS", 2)
     monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    monkeypatch.setattr(own_steps, "FREE_SECONDS", 0.0)
     run = guard(lambda: unfrozen(is_held, SecondMoments))
     assert (run.faults, run.first.cause, run.first.step) == (0, "optimizer-underflow", 8)
     assert "# <- here" in run.first.location.code
@@ -380,6 +383,7 @@ def test_an_unfrozen_part_was_not_bad_from_the_beginning(
     """Where that step is not looked at, the weights are found bad in the next one."""
     monkeypatch.setattr(own_steps, "FREE_STEPS", 0)
     monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    monkeypatch.setattr(own_steps, "FREE_SECONDS", 0.0)
     run = guard(lambda: unfrozen(is_held, SecondMoments))
     assert (run.faults, run.first.cause, run.first.step) == (0, "nonfinite-parameter", 9)
     assert run.first.evidence["since_step"] == 8
@@ -454,3 +458,40 @@ def test_optimizer_that_is_none_of_pytorchs(guard: Guard, script: Callable[[floa
 @pytest.mark.parametrize("script", [plain_class, trees])
 def test_the_same_with_an_epsilon_that_float16_has(guard: Guard, script: Callable[[float], None]) -> None:
     assert guard(lambda: script(1e-3)).causes == []
+
+
+class Rowwise(Own):
+    """A second moment for each row of a table, in the table's own precision; only rows with a gradient are moved."""
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        grad = p.grad.coalesce()
+        rows, g = grad.indices()[0], grad.values()
+        v = state.setdefault("v", p.new_zeros(p.shape[0]))
+        v[rows] = v[rows] * 0.9 + g.square().mean(1) * 0.1
+        moved = torch.zeros_like(p)
+        moved[rows] = g / (v[rows].sqrt() + 1e-8)[:, None]  # <- here
+        return moved
+
+
+def test_rows_of_a_table_that_nothing_reads_for_long(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late in a run, too, the rows that a sparse gradient has moved are looked at, and the step is run again with it."""
+    monkeypatch.setattr(own_steps, "FREE_STEPS", 4)
+    bad = 20
+
+    def body() -> None:
+        seed_everything()
+        table = nn.Embedding(40, 4, sparse=True, dtype=torch.float16)
+        optimizer = Rowwise(table.parameters())
+        for step in range(30):
+            row = torch.tensor([30 if step == bad else step % 8])
+            loss = table(row).float().square().mean() * (1e-4 if step == bad else 10.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = [i for i in run.report.incidents if i.severity == "error"]
+    assert (incident.cause, incident.step) == ("optimizer-underflow", bad)
+    assert incident.location.code == "moved[rows] = g / (v[rows].sqrt() + 1e-8)[:, None]  # <- here"
+    assert incident.fixes[0].verified

@@ -167,6 +167,7 @@ def _looked_at(args: Any, kwargs: dict[str, Any]) -> tuple[float, int | None, fl
     tensors = [t for t in flat_tensors(args, kwargs) if t.is_floating_point()]
     if not all(is_finite(t) for t in tensors):
         return None
+    tensors = [t if compat.is_dense(t) else compat.stored_values(t) for t in tensors]
     sizes = [float(t.detach().abs().max()) for t in tensors if t.numel()]
     sizes += [abs(number) for number in flat_scalars(args, kwargs)]
     zero_at = next((i for i in reversed(range(len(args))) if _has_zero(args[i])), None)
@@ -176,7 +177,7 @@ def _looked_at(args: Any, kwargs: dict[str, Any]) -> tuple[float, int | None, fl
 
 def _has_zero(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.is_floating_point() and bool((value == 0).any())
+        return value.is_floating_point() and compat.is_dense(value) and bool((value == 0).any())
     if isinstance(value, (list, tuple)):
         return any(_has_zero(item) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0

@@ -33,6 +33,9 @@ from ampguard.protocol.events import Breach
 FREE_STEPS = 64
 """Steps of each optimizer that are looked at on the CPU whatever it costs."""
 
+FREE_SECONDS = 0.05
+"""What looks on the CPU may take of a run beside their share of its time."""
+
 SHARE = 0.005
 """Of the time since the first step, what later looks may take on the CPU."""
 
@@ -151,13 +154,13 @@ class OwnSteps:
     def _looks_now(self, optimizer: Optimizer, now: float) -> bool:
         steps = self._steps[optimizer]
         if all(p.is_cpu for p in parameters_of([optimizer])):
-            return steps <= FREE_STEPS or self._spent <= SHARE * (now - self._began)
+            return steps <= FREE_STEPS or self._spent <= FREE_SECONDS + SHARE * (now - self._began)
         return steps <= CLOSELY_STEPS or not steps & (steps - 1)
 
     def _made_bad(self, optimizer: Optimizer) -> list[Tensor]:
         held = parameters_of([optimizer])
         with torch.no_grad(), compat.unseen():
-            if all(p.is_cpu for p in held) and all_finite_on_cpu(held):
+            if all(p.is_cpu for p in held) and all_finite_on_cpu(map(_touched, held)):
                 return []
         bad = [p for p in bad_ones(held) if id(p) not in self._known.get(optimizer, ())]
         return [] if bad_ones([p.grad for p in held if p.grad is not None]) else bad
@@ -167,6 +170,19 @@ class OwnSteps:
         watch = moves.watches.optimizer(optimizer)
         facts = {"parameters": bad, "loaded": self._loaded.get(optimizer), **before}
         moves.tell([Breach("optimizer-underflow", watch, None, None, script_line(frame), None, facts)], moves.attempt)
+
+
+def _touched(parameter: Tensor) -> Tensor:
+    """What a step may have moved of a parameter: of a table with a sparse gradient, the rows of that."""
+    grad = parameter.grad
+    if (
+        grad is None
+        or grad.layout is not torch.sparse_coo
+        or not grad.sparse_dim()
+        or parameter.layout is not torch.strided
+    ):
+        return parameter
+    return parameter.detach()[grad._indices()[0]]
 
 
 def bad_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
