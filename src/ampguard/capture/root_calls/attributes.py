@@ -121,13 +121,16 @@ def tables_beside(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def _table_of(value: Any) -> dict[str, Any] | None:
-    """A dictionary, or that of a plain object of the user's."""
+    """A dictionary, or that of a plain object of the user's. No code of the object's own is run for that."""
     kind = type(value)
     if kind is dict:
         return value  # type: ignore[no-any-return]
-    if isinstance(value, OTHER_KINDS) or kind.__module__.partition(".")[0] in OTHER_PACKAGES:
+    if issubclass(kind, OTHER_KINDS) or kind.__module__.partition(".")[0] in OTHER_PACKAGES:
         return None
-    attributes = getattr(value, "__dict__", None)
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
     return attributes if type(attributes) is dict else None
 
 
@@ -135,7 +138,8 @@ def _globals_named(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The globals that the methods of the user's modules name, and the functions of the user's that these call."""
     places: list[tuple[dict[str, Any], str]] = []
     seen: set[int] = set()
-    functions = [f for inner in module.modules() for kind in type(inner).__mro__ for f in _methods_of(kind)]
+    kinds = {kind for inner in set(map(type, module.modules())) for kind in inner.__mro__}
+    functions = [function for kind in kinds for function in _methods_of(kind)]
     while functions:
         function = functions.pop()
         code = function.__code__
@@ -145,11 +149,11 @@ def _globals_named(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
         scope = function.__globals__
         names = [n for n in code.co_names if n in scope]
         places += [(scope, n) for n in names]
-        functions += [scope[n] for n in names if isinstance(scope[n], FunctionType)]
+        functions += [scope[n] for n in names if type(scope[n]) is FunctionType]
     return places
 
 
 def _methods_of(kind: type) -> list[FunctionType]:
     if kind.__module__.startswith("torch.") or kind is object:
         return []
-    return [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    return [value for value in vars(kind).values() if type(value) is FunctionType]

@@ -34,7 +34,8 @@ MOST_PLAIN = 64
 """Plain attributes of a root module's parts that are looked at."""
 
 CALLS_TO_BEGIN = 8
-"""Calls behind a scan after which an attribute that is still None is looked at no more, until the next scan."""
+"""Calls behind a scan after which an attribute that is still None is looked at no more, nor what hangs beside the module and
+was not written to, until the next scan."""
 
 WIDE = (torch.float32, torch.float64)
 RANGED = 1 << 22
@@ -111,7 +112,12 @@ class BufferWatch:
                 if (id(owner), name) in watched.changing or (first and tensor.numel() <= FIRST_CALL_COPY):
                     kept.append(saved[-1])
         if watched.plain and watched.calls % RESCAN_CALLS == CALLS_TO_BEGIN:
-            watched.plain = [place for place in watched.plain if type(place[0].get(place[1])) is Tensor]
+            watched.plain = [
+                (owner, name, path)
+                for owner, name, path in watched.plain
+                if type(owner.get(name)) is Tensor
+                and (id(owner) not in watched.apart or (id(owner), name) in watched.changing)
+            ]
         for owner, name, _ in watched.plain:
             tensor = owner.get(name)
             if type(tensor) is Tensor and _may_be_statistics(tensor):
