@@ -173,8 +173,8 @@ class SavedBuffer:
     copy: Tensor | None
     is_plain: bool = False
     """It is no buffer of PyTorch's, but an attribute that calls write to."""
-    is_apart: bool = False
-    """It hangs in an object beside the module, or in a dictionary."""
+    is_own: bool = False
+    """Code of the script's own writes to it, and not PyTorch's (BatchNorm): what is not finite in it may be meant."""
 
 
 ABSENT = object()

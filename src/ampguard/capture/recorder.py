@@ -269,10 +269,6 @@ class FlightRecorder:
         """Note what the call drew and changed, and suspect the buffers that it poisoned."""
         poisoned = self.context.after_call(root)
         if poisoned:
-            apart = {id(saved.tensor) for saved in root.buffers if saved.is_apart}
-            self.carried.spoiled += [(root, name, tensor) for name, tensor in poisoned if id(tensor) in apart]
-            poisoned = [(name, tensor) for name, tensor in poisoned if id(tensor) not in apart]
-        if poisoned:
             self.judge.outputs.suspect_buffers(root, poisoned)
         if HAS_CUDA and (asked := self.context.buffers.take_asked()) is not None:
             self.judge.outputs.await_buffers(root, asked)

@@ -13,7 +13,7 @@ from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord
-from ampguard.capture.root_calls.buffers import Asked
+from ampguard.capture.root_calls.buffers import Asked, Poisoned
 from ampguard.capture.root_calls.pace import Pace
 from ampguard.capture.root_calls.trees import tensors_in
 from ampguard.capture.steps import StepCounter
@@ -68,12 +68,20 @@ class OutputJudge:
             return False
         return module not in self._innocent and not all(is_finite(t) for t in floats)
 
-    def suspect_buffers(self, root: RootCall, poisoned: list[tuple[str, Tensor]]) -> None:
+    def suspect_buffers(self, root: RootCall, poisoned: list[Poisoned]) -> None:
         """A call turned buffers non-finite."""
-        held = tuple(Held(tensor, version_of(tensor)) for _, tensor in poisoned)
-        names = tuple(name for name, _ in poisoned)
         mode: Literal["train", "eval"] = "train" if root.modes.grad else "eval"
-        self._suspect(BadResult("buffer", mode, self._steps.count, self._log.slice(), held, names=names))
+        bad = BadResult("buffer", mode, self._steps.count, self._log.slice(), ())
+        self._suspect_each(bad, poisoned, {id(one.tensor): version_of(one.tensor) for one in poisoned})
+
+    def _suspect_each(self, bad: BadResult, poisoned: list[Poisoned], versions: dict[int, int]) -> None:
+        """PyTorch's own buffers, and those that code of the script's own writes to."""
+        for is_own in (False, True):
+            mine = [one for one in poisoned if one.is_own is is_own]
+            held = tuple(Held(one.tensor, versions[id(one.tensor)]) for one in mine)
+            if mine:
+                names = tuple(one.path for one in mine)
+                self._suspect(dataclasses.replace(bad, targets=held, names=names, is_of_state=is_own))
 
     def await_buffers(self, root: RootCall, asked: Asked) -> None:
         """A call has changed buffers of a device that has not answered yet."""
@@ -89,8 +97,7 @@ class OutputJudge:
             del self.asked[0]
             if not asked.flag.is_set() and (poisoned := asked.poisoned()):
                 tell_calls(bad.record)
-                held = tuple(Held(tensor, version) for _, tensor, version in poisoned)
-                self._suspect(dataclasses.replace(bad, targets=held, names=tuple(name for name, _, _ in poisoned)))
+                self._suspect_each(bad, poisoned, asked.versions)
 
     def read(self, wait: bool) -> None:
         """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
@@ -112,10 +119,15 @@ class OutputJudge:
         self._innocent.add(module)
 
 
+METRIC = ("update", "compute", "reset")
+"""Methods of what torchmetrics, and others after it, call a metric."""
+
+
 def _keeps_a_tally(root: RootCall) -> bool:
-    """Whether a call in evaluation was that of a metric: a module without weights that counts in its buffers.
+    """Whether a call in evaluation was that of a metric: a module without weights that counts in its buffers, or is called one.
 
     What it returns is a figure on the way (0/0 for a class that has not come yet); the numbers that are read are judged.
     """
     counts = any(saved.copy is not None for saved in root.buffers)  # (unchanged ones keep none)
-    return counts and not any(True for _ in root.module.parameters())
+    is_metric = counts or all(callable(getattr(type(root.module), name, None)) for name in METRIC)
+    return is_metric and not any(True for _ in root.module.parameters())

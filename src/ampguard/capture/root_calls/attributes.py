@@ -94,7 +94,7 @@ def plain_state(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Attributes of the user's modules under `module`, globals that their methods name, and what hangs by a name in those."""
     places: list[tuple[dict[str, Any], str]] = []
     for inner in module.modules():
-        if not type(inner).__module__.startswith("torch."):
+        if not is_pytorchs(inner):
             attributes = inner.__dict__
             places += [(attributes, n) for n, v in attributes.items() if isinstance(v, VALUES) and n != "training"]
     places += [(scope, n) for scope, n in _globals_named(module) if isinstance(scope[n], VALUES)]
@@ -108,7 +108,7 @@ def tables_beside(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     their methods name; and what each is called."""
     named: list[tuple[str, Any]] = []
     for path, inner in compat.named_modules_of_user(module).values():
-        if not type(inner).__module__.startswith("torch."):
+        if not is_pytorchs(inner):
             prefix = f"{path}." if path else ""
             named += [(prefix + name, v) for name, v in inner.__dict__.items() if name not in OWN_ATTRIBUTES]
     named += [(name, scope[name]) for scope, name in _globals_named(module)]
@@ -118,6 +118,11 @@ def tables_beside(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
         if table is not None and 0 < len(table) <= MOST_ENTRIES:
             found.setdefault(id(table), (table, name))
     return list(found.values())[:MOST_TABLES]
+
+
+def is_pytorchs(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's own."""
+    return type(module).__module__.startswith("torch.")
 
 
 def _table_of(value: Any) -> dict[str, Any] | None:

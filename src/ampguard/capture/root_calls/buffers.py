@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ampguard import compat
 from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.record import SavedBuffer
 from ampguard.capture.root_calls.at_rest import Looks, RestingBuffers
-from ampguard.capture.root_calls.attributes import tables_beside
+from ampguard.capture.root_calls.attributes import is_pytorchs, tables_beside
 from ampguard.capture.root_calls.bymodule import ByModule
 from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
@@ -49,6 +49,8 @@ class _Watched:
     """Attributes that are tensors, or None as yet; and tensors in objects beside the module."""
     apart: set[int] = field(default_factory=set)
     """Those objects' dictionaries, by identity."""
+    own: set[int] = field(default_factory=set)
+    """Those of the buffers of modules of the user's."""
     changing: set[tuple[int, str]] = field(default_factory=set)
     modes: set[bool] = field(default_factory=set)
     """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
@@ -60,13 +62,24 @@ class _Watched:
     """Some buffers have no values yet: those of a `LazyModule`, until its first call."""
 
 
+class Poisoned(NamedTuple):
+    """A buffer that a call has turned non-finite."""
+
+    path: str
+    tensor: Tensor
+    is_own: bool
+    """It is a matter of the script's own code."""
+
+
 @dataclass(slots=True)
 class Asked:
     """Of buffers on a device: a flag of all that a call has changed, and what to ask when they are not all finite."""
 
     flag: FiniteFlag
-    poisoned: Callable[[], list[tuple[str, Tensor, int]]]
-    """The paths of those that the call has poisoned, the buffers and their versions behind the call."""
+    versions: dict[int, int]
+    """Of these buffers behind the call, by identity."""
+    poisoned: Callable[[], list[Poisoned]]
+    """Those that the call has poisoned."""
 
 
 class BufferWatch:
@@ -108,7 +121,9 @@ class BufferWatch:
         for owner, name, _ in watched.places:
             tensor = owner.get(name)
             if tensor is not None:
-                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None))
+                saved.append(
+                    SavedBuffer(owner, name, tensor, version_of(tensor), None, is_own=id(owner) in watched.own)
+                )
                 if (id(owner), name) in watched.changing or (first and tensor.numel() <= FIRST_CALL_COPY):
                     kept.append(saved[-1])
         if watched.plain and watched.calls % RESCAN_CALLS == CALLS_TO_BEGIN:
@@ -121,8 +136,7 @@ class BufferWatch:
         for owner, name, _ in watched.plain:
             tensor = owner.get(name)
             if type(tensor) is Tensor and _may_be_statistics(tensor):
-                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None, is_plain=True))
-                saved[-1].is_apart = id(owner) in watched.apart
+                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None, is_plain=True, is_own=True))
                 if (id(owner), name) in watched.changing or first:
                     kept.append(saved[-1])
         for buffer, copy in zip(kept, compat.clones_of([buffer.tensor for buffer in kept]), strict=True):
@@ -139,7 +153,7 @@ class BufferWatch:
         watched.plain = [
             (vars(owner), name, f"{path}.{name}" if path else name)
             for path, owner in compat.named_modules_of_user(module).values()
-            if not type(owner).__module__.startswith("torch.")
+            if not is_pytorchs(owner)
             for name, value in vars(owner).items()
             if (value is None or type(value) is Tensor) and not name.startswith("_")
         ][:MOST_PLAIN]
@@ -150,6 +164,8 @@ class BufferWatch:
             if type(value) is Tensor
         ]
         watched.apart = {id(table) for table, _, _ in apart}
+        users = (owner for _, owner in compat.named_modules_of_user(module).values() if not is_pytorchs(owner))
+        watched.own = {id(compat.buffers_of(owner)) for owner in users}
         watched.plain += apart[:MOST_PLAIN]
         watched.is_lazy = len(watched.places) < len(places)
         if self._asks:
@@ -169,7 +185,7 @@ class BufferWatch:
                 with torch.no_grad(), compat.unseen():
                     self._lowest[path, tensor.shape] = compat.local_part(tensor.detach()).amin()
 
-    def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[str, Tensor]]:
+    def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[Poisoned]:
         """Note which buffers the call changed; return those that it turned non-finite, for the first time."""
         watched = self._watched.get(module)
         pairs = [
@@ -183,7 +199,7 @@ class BufferWatch:
             self._ask_for(watched, elsewhere)
         if not changed or all_finite_on_cpu(now for _, now in changed):
             return []
-        return [(path, now) for path, _, now in self._poisoned_of(watched, changed)]
+        return self._poisoned_of(watched, changed)
 
     def changed_by(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[SavedBuffer, Tensor]]:
         """Note which buffers the call changed: they, and the tensors that stand in their places now."""
@@ -219,19 +235,15 @@ class BufferWatch:
             tensors = [now for _, now in changed]
             versions = {id(now): version for now, version in zip(tensors, compat.versions_of(tensors), strict=True)}
             flag = FiniteFlag(tensors)
-            self._asked = Asked(
-                flag, lambda: [(path, now, versions[id(now)]) for path, _, now in self._poisoned_of(watched, changed)]
-            )
+            self._asked = Asked(flag, versions, lambda: self._poisoned_of(watched, changed))
 
     def take_asked(self) -> Asked | None:
         """What a device was asked for since the last call of this."""
         asked, self._asked = self._asked, None
         return asked
 
-    def _poisoned_of(
-        self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]
-    ) -> list[tuple[str, SavedBuffer, Tensor]]:
-        """Those that a call has turned non-finite, for the first time: with their paths. Waits for the device."""
+    def _poisoned_of(self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]) -> list[Poisoned]:
+        """Those that a call has turned non-finite, for the first time. Waits for the device."""
         paths = {(id(owner), name): path for owner, name, path in (*watched.places, *watched.plain)}
         poisoned = []
         for buffer, now in changed:
@@ -240,7 +252,7 @@ class BufferWatch:
             if key in self._poisoned or before is None or is_finite(now):
                 continue
             if is_finite(before):
-                poisoned.append((paths.get(key, buffer.name), buffer, now))
+                poisoned.append(Poisoned(paths.get(key, buffer.name), now, buffer.is_own))
             elif is_immediate(now):
                 continue
             self._poisoned.add(key)  # (a device is not asked again for what begins as Inf)

@@ -10,11 +10,11 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ampguard.capture.record import RngStates, RootCall, SavedAttribute, SavedBuffer
 from ampguard.capture.root_calls.attributes import AttributeWatch
-from ampguard.capture.root_calls.buffers import BufferWatch
+from ampguard.capture.root_calls.buffers import BufferWatch, Poisoned
 from ampguard.capture.root_calls.computed_state import ComputedState
 from ampguard.capture.root_calls.surroundings import FROM_NOTHING, Prefixes, RandomStreams
 
@@ -60,7 +60,7 @@ class CallContext:
             self.attributes.before_call(module, again),
         )
 
-    def after_call(self, root: RootCall) -> list[tuple[str, Tensor]]:
+    def after_call(self, root: RootCall) -> list[Poisoned]:
         """Note what the call drew and changed; returns the buffers that it turned non-finite."""
         if root.rng is FROM_NOTHING and not root.buffers and not root.attributes:
             if id(root.module) not in self._usual:

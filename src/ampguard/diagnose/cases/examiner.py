@@ -24,7 +24,7 @@ from ampguard.diagnose.cases.replaced import with_replaced
 from ampguard.diagnose.cases.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.cases.unrecorded import Unrecorded, better
 from ampguard.diagnose.cases.wire_overflow import overflow_on_the_wire
-from ampguard.diagnose.cases.withheld import GIVEN, Withheld
+from ampguard.diagnose.cases.withheld import GIVEN, OF_PRECISION, Withheld, is_of_module
 from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
@@ -242,6 +242,10 @@ class Examiner:
         place = place_of(evidence)
         budget = Budget.for_step(self._recorder.step_seconds, started, self.least_seconds)
         withheld = Withheld.of(explain(evidence, budget, self._rank, finding), evidence, place)
+        if finding.cause in OF_PRECISION and is_of_module(bad):
+            self._open(withheld.incident, evidence, bad)
+            states.note_told(withheld, self._casebook.cases[-1])
+            return
         known = next((case for case in self._casebook.cases if case.place == place), None)
         if known is not None:
             states.note_told(withheld, known)
@@ -397,6 +401,8 @@ class Examiner:
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
+        for incident in self._casebook.kept_state.withheld.take_unread():
+            self._casebook.add(incident)
         self._casebook.past_scaler.close()
         self._awaiting.settle()
         for bad, reason in self._arming.unexplained:

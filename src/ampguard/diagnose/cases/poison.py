@@ -55,10 +55,10 @@ class Poison:
 
     def note(self, bad: BadResult, case: Case) -> None:
         """A bad result was told as `case`: the buffers that it spoiled, and the weights that its update will spoil."""
-        if bad.is_of_state:
-            return  # whatever reads it spoils them
         for name in bad.names:
             self.buffers.setdefault(name, case)
+        if bad.is_of_state:
+            return  # whatever reads it spoils the weights
         if (
             bad.kind == "loss"
             and bad.mode != "train"

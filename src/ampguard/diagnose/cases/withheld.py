@@ -27,6 +27,8 @@ MOST_LOOKS = 4
 
 GIVEN = frozenset({"nonfinite-parameter", "nonfinite-input"})
 """Causes of which state may be what was given bad."""
+OF_PRECISION = frozenset({"fp16-overflow", "fp16-underflow", "mask-overflow"})
+"""Causes that nobody means: float32 has numbers there, and an Inf in the state may silently make 0 of what reads it."""
 OF_INFINITIES = GIVEN | {"indeterminate"}
 """The same, where an infinity of the state is taken for one that is meant."""
 
@@ -69,6 +71,17 @@ class Withheld:
         text = f"{self.incident.explanation} It is kept over the steps, and was finite before; what fails {reader} reads it."
         return msgspec.structs.replace(self.incident, explanation=text)
 
+    def told_unread(self) -> Incident | None:
+        """The incident, now that the run is over and nothing has read the state; None of what no checkpoint would hold."""
+        if not is_of_module(self.evidence.bad):
+            return None
+        names = ", ".join(f"`{name}`" for name in self.evidence.bad.names)
+        text = (
+            f"{self.incident.explanation} It is kept in {names}, and nothing that failed in this run has read it. A "
+            f"checkpoint holds it."
+        )
+        return msgspec.structs.replace(self.incident, explanation=text, severity="info")
+
 
 class WithheldStates:
     """Keeps them until they are read, and what comes of them after that."""
@@ -89,6 +102,11 @@ class WithheldStates:
         self._looks += 1
         self._waiting = [known for known in self._waiting if known.place != withheld.place]  # it has recovered since
         self._waiting.append(withheld)
+
+    def take_unread(self) -> list[Incident]:
+        """The run is over: what is to be said of those that nothing has read."""
+        waiting, self._waiting = self._waiting, []
+        return [incident for known in waiting if (incident := known.told_unread()) is not None]
 
     def is_made_of(self, given: Tensor | None, bad: BadResult) -> bool:
         """Whether state is bad because it was made from some that is known to be: that lies in other places then, too."""
@@ -137,6 +155,14 @@ class WithheldStates:
             yield from (value for value in (owner.get(name), *bound) if isinstance(value, Tensor))
 
 
+def is_of_module(bad: BadResult) -> bool:
+    """Whether what is bad hangs in a module that was called: a buffer, or a plain attribute."""
+    spoiled = {id(target.tensor) for target in bad.targets if isinstance(target, Held)}
+    parts = [part for event in bad.record.events if isinstance(event, RootCall) for part in event.module.modules()]
+    held = (tensor for part in parts for tensor in (*compat.buffers_of(part).values(), *vars(part).values()))
+    return any(id(tensor) in spoiled for tensor in held)
+
+
 def is_part_of(given: Tensor | None, known: Tensor | None) -> bool:
     """Whether a tensor is another one, or lies in its memory."""
     if given is None or known is None:
@@ -155,3 +181,4 @@ def _bound_in(bad: BadResult) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for event in bad.record.events:
         if isinstance(event, RootCall):
             yield from ((saved.owner, saved.name, saved.value) for saved in event.attributes)
+            yield from ((saved.owner, saved.name, saved.tensor) for saved in event.buffers)
