@@ -84,6 +84,36 @@ def test_the_overflow_is_told_where_calls_are_kept(guard: Guard, monkeypatch: py
     assert (run.first.cause, run.first.location.code) == ("fp16-overflow", "q /= torch.sum(q)")
 
 
+class BoxLoss(nn.Module):
+    """IoU of boxes: an area of Inf makes it 0."""
+
+    def forward(self, sides: Tensor) -> Tensor:
+        area = (sides[:, 0] + sides[:, 1]) * (sides[:, 2] + sides[:, 3])
+        overlap = sides.amin(1)
+        return -torch.log((overlap + 1.0) / (area + 1.0)).mean()
+
+
+def test_the_overflow_within_a_module_is_told(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(8, 4), BoxLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                sides = model(torch.randn(16, 8)).sigmoid() * (400.0 if step == 1 else 4.0)
+                loss = criterion(sides)
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    first = run.first
+    assert (first.cause, first.step, first.op) == ("fp16-overflow", 1, "aten.mul.Tensor")
+    assert first.location.code.startswith("area = ")
+    assert first.fixes[0].verified
+
+
 def test_a_zero_of_its_own_is_an_underflow(guard: Guard) -> None:
     def flushed(scores: Tensor) -> Tensor:
         small = scores * 1e-5 * 1e-4

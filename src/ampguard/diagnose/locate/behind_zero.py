@@ -5,11 +5,15 @@ The chain of bad values ends behind it, for all operands there are finite. In fl
 
 from __future__ import annotations
 
+from typing import Any
+
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.fixes.proposals import spelled
 from ampguard.diagnose.hidden_overflow import overflow_behind
 from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.numerics import is_low_precision
 from ampguard.replay.trace import Trace, TracedOp
 from ampguard.replay.variants import Variant
 
@@ -60,11 +64,22 @@ def _cures(evidence: Evidence, op: TracedOp) -> bool:
     meant, and what fails behind those is another thing."""
     if op.line is None or evidence.replayer is None:
         return False
-    line = op.line.code.co_filename, op.line.number
+    if op.owner is None:
+        variant = Variant(fp32_lines=frozenset({(op.line.code.co_filename, op.line.number)}))
+    else:  # its module in float32 would cure what fails behind it as well
+        key = evidence.trace.run_key(op.index)
+        variant = Variant(interventions={key: _in_float32})
     try:
-        return not evidence.replayer.run(Variant(fp32_lines=frozenset({line})), traced=False).is_bad
+        return not evidence.replayer.run(variant, traced=False).is_bad
     except RuntimeError:
         return False
+
+
+def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = (
+        map_tensors(tree, lambda t: t.float() if is_low_precision(t.dtype) else t) for tree in (args, kwargs)
+    )
+    return func(*args, **kwargs)
 
 
 def _behind(trace: Trace, head: TracedOp) -> set[int]:
