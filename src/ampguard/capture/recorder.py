@@ -47,6 +47,7 @@ from ampguard.capture.root_calls.usual import CallContext
 from ampguard.capture.scaling import LossScaling
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.turns import TapesLeftBehind, Turns
+from ampguard.capture.updated import UpdatedWeights
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch
 from ampguard.compat import cuda_is_capturing as is_capturing
 
@@ -135,6 +136,7 @@ class FlightRecorder:
         """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
         self.collectives = Collectives(self.log)
         self.loaded = LoadedWeights()
+        self.updated = UpdatedWeights()
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
         self._follows_closure = False
@@ -473,6 +475,7 @@ class FlightRecorder:
         if self.judge.unread:
             self.judge.read_flags(wait=True)
         self._in_update = None
+        self.updated.note(optimizer)
         if self.steps.attempted(optimizer, skipped):
             if self.gradients.on_device.has_asked:
                 self.gradients.on_device.iteration_ends()

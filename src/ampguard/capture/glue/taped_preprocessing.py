@@ -21,6 +21,9 @@ from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.turns import Turns
 
+LENT_OPS = 4096
+"""Operators that are taped between `eval()` and the first module of an evaluation."""
+
 
 class Taping(Protocol):
     """The recorder, as far as it is known here."""
@@ -77,6 +80,13 @@ class TapedPreprocessing:
             events, began = log.record.events, log.iteration_start
             used = began < self.cleared_at and uses_computed(events, began, self.cleared_at, log.producers.writers)
             schedule.before_clearing_was(used)
+
+    def evaluation_begins(self) -> None:
+        """Between two steps a model is put into evaluation mode: what the script lends it (averaged weights) is taped."""
+        recorder = self._recorder
+        if recorder.turns.thread == threading.get_ident() and not recorder.has_compiled_before:
+            recorder.tapes_training = False
+            recorder.tape.enter(LENT_OPS)
 
     def closure_begins(self) -> None:
         """An optimizer is about to call its closure. Where nothing was differentiated in the iteration, or since the last

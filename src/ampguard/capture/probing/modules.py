@@ -132,8 +132,13 @@ class ModuleProbe(Probe):
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def train(self: nn.Module, mode: bool = True) -> Any:
-                if recorder.judge.suspects and recorder.active and not recorder.paused and self.training != mode:
-                    guarded(recorder.judge.settle_all)
+                if self.training != mode and recorder.active and not recorder.paused:
+                    if recorder.judge.suspects:
+                        guarded(recorder.judge.settle_all)
+                    if not mode and recorder.between_steps and not recorder.counting:
+                        result = original(self, mode)
+                        guarded(recorder.preprocessing.evaluation_begins)
+                        return result
                 return original(self, mode)
 
             return train

@@ -95,6 +95,13 @@ class BadSince:
                 f"this step or before it (it was written to {writes} times{where}). The losses need not have used it."
             )
             incident = _without_initialising(incident)
+        elif last_good is not None and incident.mode == "eval" and self._recorder.updated.were_written():
+            facts["written_by_script"] = True
+            text = (
+                "The script itself has written to the weights since the optimizer's last step (averaged weights that it lends "
+                "the model for an evaluation, say): look at what it writes there. The losses need not have used these values."
+            )
+            incident = _without_initialising(incident)
         elif last_good is not None:
             facts["since_step"] = last_good
             is_reduced = self._recorder.collectives.reduces_unscaled
