@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 from watching import Watched
 
 Guard = Callable[..., Watched]
@@ -417,3 +419,38 @@ def test_a_head_that_is_built_like_no_other(guard: Guard) -> None:
     run = guard(trained(model, lambda: model["used"](torch.randn(64, 6)).square().mean()))
     (incident,) = run.report.incidents
     assert "router" not in incident.fixes[0].how
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_that_is_given_nothing_that_wants_a_gradient(guard: Guard, reentrant: bool) -> None:
+    """PyTorch warns of it; the fix is not to look for a `detach`."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(8, 64).requires_grad_(False)
+            self.block = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            self.head = nn.Linear(64, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(self.block, self.stem(x), use_reentrant=reentrant))
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(40):
+            optimizer.zero_grad()
+            net(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = guard(body)
+    assert run.faults == 0, run.stderr
+    if not reentrant:
+        assert not run.report.incidents
+        return
+    (incident,) = run.report.incidents
+    assert incident.cause == "unused-parameters"
+    assert "checkpoint(..., use_reentrant=False) at test_unused.py" in incident.fixes[0].how

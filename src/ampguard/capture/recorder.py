@@ -137,6 +137,8 @@ class FlightRecorder:
         self.collectives = Collectives(self.log)
         self.loaded = LoadedWeights()
         self.updated = UpdatedWeights()
+        self.cut_checkpoint: Line | None = None
+        """Where reentrant checkpointing ran with gradients on and was given nothing that wants one: what it runs gets none."""
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
         self._follows_closure = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
+from ampguard.capture.frames import user_line
 from ampguard.capture.glue.functions import checkpointed
 from ampguard.capture.probing.aliases import names_of_apply
 from ampguard.capture.probing.collectives import DIFFERENTIABLE
@@ -36,12 +38,18 @@ class FunctionProbe(Probe):
         recorder = self._recorder
         guarded, turns = recorder.barrier.call, recorder.turns
 
+        def note_cut(args: tuple[Any, ...]) -> None:
+            if not any(isinstance(given, Tensor) and given.requires_grad for given in args):
+                recorder.cut_checkpoint = user_line(sys._getframe(3))
+
         def watch(original: Any) -> Any:
             inner = compat.apply_of(original)
             assert inner is not None
 
             def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
                 is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
+                if cls is CheckpointFunction and recorder.cut_checkpoint is None and torch.is_grad_enabled():
+                    guarded(note_cut, args)
                 if cls is CheckpointFunction and recorder.active and not recorder.paused:
                     return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
                 if not is_ours or recorder.counting or is_pytorchs_own(cls) or compat.is_tracing():

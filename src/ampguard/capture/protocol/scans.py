@@ -294,6 +294,7 @@ class Scans:
         candidates = watch.candidates or []
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": candidates, "steps": steps, "of": len(watch.parameters())}
+        facts["cut_at"] = self._moves.recorder.cut_checkpoint
         if not none_at_all:
             roots = [module for module, _ in self._models.roots()]
             facts |= unused_facts(roots, candidates, watch.trained())

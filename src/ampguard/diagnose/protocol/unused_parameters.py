@@ -1,7 +1,8 @@
 """unused-parameters: parameters that should train never receive a gradient.
 
 What happens   an optimizer holds them and they want a gradient, but no loss has ever depended on them: a head that forward
-               does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design.
+               does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design. Or reentrant
+               checkpointing is given nothing that wants a gradient (the stem is frozen), and runs its part without a graph.
 Why it hurts   they stay as they were initialised. DistributedDataParallel waits for their gradients, or says that it does.
                An expert that no token is routed to, a head whose task is never drawn.
 Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
@@ -62,6 +63,13 @@ def unused_parameters(scene: Scene) -> Telling:
             f"chooses (the router's first weights and bias, a loss that balances it, the sampling of tasks); otherwise use "
             f"{them} in forward, without detach() or no_grad()"
         )
+    cut = scene.facts.get("cut_at")
+    if cut is not None and not harmless:
+        text += (
+            f" Reentrant checkpointing at {at(cut)} is given nothing that wants a gradient (what comes before it is frozen): "
+            f"what it runs has none then, whatever the weights in it want."
+        )
+        use = f"checkpoint(..., use_reentrant=False) at {at(cut)}"
     fixes = (
         order(scene, use, "call-order"),
         order(scene, f"or, if never to be trained: requires_grad_(False) for {where}, and leave {them} out of {scene.optimizer}",
