@@ -183,8 +183,13 @@ class Casebook:
         return True
 
     def told_alike(self, incident: Incident, bad: BadResult) -> bool:
-        """Whether the same was told of the same place; it is counted to that. Bad data show first here or there."""
-        case = next((c for c in self.cases if c.is_investigated and _told(c.incident) == _told(incident)), None)
+        """Whether the same was told of the same place; it is counted to that. Bad data show first here or there, and a line
+        whose result does not fit may overflow in another of its operators: what mends it is the same."""
+        is_same = _told if incident.cause == "nonfinite-input" else _mended
+        told = is_same(incident)
+        case = next(
+            (c for c in self.cases if c.is_investigated and told is not None and is_same(c.incident) == told), None
+        )
         if case is not None:
             self.count(case, bad, calls_behind(bad))
             self.further.led_to(bad, case)
@@ -301,6 +306,14 @@ class Casebook:
 def _is_alike(one: str, other: str) -> bool:
     """Whether two causes are one: a count of nothing divides a sum of nothing here, and another sum there."""
     return one == other or {one, other} <= OF_NOTHING
+
+
+def _mended(incident: Incident) -> tuple[object, ...] | None:
+    """What fails at which line, and what mends it there; None where that is not known."""
+    fix = incident.fixes[0] if incident.fixes else None
+    if fix is None or not fix.verified or incident.location is None:
+        return None
+    return incident.cause, incident.severity, incident.mode, incident.module, incident.location, fix.action, fix.how
 
 
 def _told(incident: Incident) -> tuple[object, ...]:

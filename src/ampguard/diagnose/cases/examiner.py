@@ -220,7 +220,7 @@ class Examiner:
             incident = unexplained_incident(
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
-        if incident.cause != "nonfinite-input" or not self._casebook.told_alike(incident, bad):
+        if not self._casebook.told_alike(incident, bad):
             self._open(incident, evidence, bad)
 
     def _look_at_state(self, bad: BadResult) -> None:
