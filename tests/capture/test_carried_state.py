@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampguard.capture import flags
 from ampguard.capture.glue import schedule
+from ampguard.capture.judging import carried
 from ampguard.capture.root_calls import pace
 
 STEPS, BAD = 30, 20
@@ -205,3 +207,31 @@ def test_nothing_is_told_before_it_is_read(guard: Guard, kind: str) -> None:
     run = guard(lambda: observed(kind, reads=False))
     assert run.faults == 0, run.stderr
     assert run.report.incidents == ()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's tensors are taken for a device's, which is asked and answers later."""
+    for module in (carried, flags):
+        monkeypatch.setattr(module, "is_immediate", lambda tensor: False)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("when", ["before backward", "behind the step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_is_asked(guard: Guard, kind: type[Bound], when: str) -> None:
+    run = guard(lambda: training(kind(), when))
+    assert run.faults == 0, run.stderr
+    (first,) = run.report.incidents
+    assert (first.cause, first.step) == ("division-by-zero", BAD + (when == "behind the step"))
+    assert "x.std(0)" in first.location.code
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["bound", "global"])
+def test_a_device_is_asked_about_what_calls_bind(guard: Guard, kind: str) -> None:
+    run = guard(lambda: observed(kind, reads=True))
+    assert run.faults == 0, run.stderr
+    (first,) = run.report.incidents
+    assert (first.cause, first.step) == ("division-by-zero", BAD)
+    assert "It is kept over the steps" in first.explanation

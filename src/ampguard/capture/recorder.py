@@ -361,6 +361,8 @@ class FlightRecorder:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
+        if self.carried.has_asked:
+            self.carried.read(wait=False)
         if not create_graph:
             if not self.judge.is_healthy(losses):
                 self.judge.judge_losses(losses)
@@ -435,8 +437,10 @@ class FlightRecorder:
             self.judge.read_buffers()
         if self.judge.suspects:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
+        if self.carried.has_asked:
+            self.carried.read(wait=True)
         if self.carried.is_behind_backward and not self.counting:
-            self.carried.look()
+            self.carried.look(asks_device=False)
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
             if self.on_first_update is not None:

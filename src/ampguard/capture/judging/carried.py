@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import refs_of
-from ampguard.capture.flags import is_immediate
+from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.taped_calls import WritingCall
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, SavedAttribute
 from ampguard.capture.steps import StepCounter
 from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
@@ -79,6 +79,16 @@ class _Leaving:
     """What it has left since it was told of first, all of it bad."""
 
 
+@dataclass(slots=True)
+class _Asked:
+    """What a device is asked about: whether all of it is finite; what lines have made, and what calls have bound to names."""
+
+    flag: FiniteFlag
+    made: list[tuple[Tensor, Event]]
+    bound: list[tuple[RootCall, SavedAttribute, Tensor]]
+    step: int
+
+
 class CarriedState:
     """Learns which lines outside modules leave tensors to later steps, and looks at what they make."""
 
@@ -91,6 +101,9 @@ class CarriedState:
         """What the last step has left, if it was seen."""
         self.spoiled: list[tuple[RootCall, str, Tensor]] = []
         """What calls since the last backward pass have turned bad beside their modules, and what it is called."""
+        self._bound_there: list[tuple[RootCall, SavedAttribute, Tensor]] = []
+        """What calls have bound anew that lies on a device, which is yet to be asked."""
+        self._asked: list[_Asked] = []
         self._bound: set[tuple[int, str]] = set()
         """Names that were known to stand for something bad."""
         self._looked_until = 0
@@ -108,7 +121,7 @@ class CarriedState:
     @property
     def are_any(self) -> bool:
         """Whether any line is known to leave state, or a call has spoiled some."""
-        return bool(self._lines or self.spoiled)
+        return bool(self._lines or self.spoiled or self._bound_there)
 
     def left_bad_by(self, lines: Iterable[Place]) -> Iterator[Tensor]:
         """The bad tensors that these lines have left lately."""
@@ -199,32 +212,66 @@ class CarriedState:
             now = place.owner.get(place.name)
             if type(now) is not Tensor or not may_be_state(now):
                 continue
-            key = id(place.owner), place.name
-            if is_finite(now):
-                self._bound.discard(key)
-            elif key not in self._bound:
-                self._bound.add(key)
-                before = place.value
-                if not isinstance(before, Tensor) or not is_immediate(before) or is_finite(before.detach()):
-                    self.spoiled.append((root, place.name, now))
+            if is_immediate(now):
+                self._note_bound(root, place, now, is_finite(now))
+            elif len(self._bound_there) < MOST_OF_A_LINE:
+                self._bound_there.append((root, place, now))
 
-    def _tell_spoiled(self) -> None:
+    def _note_bound(self, root: RootCall, place: SavedAttribute, now: Tensor, is_good: bool) -> None:
+        key = id(place.owner), place.name
+        if is_good:
+            self._bound.discard(key)
+        elif key not in self._bound:
+            self._bound.add(key)
+            before = place.value
+            if not isinstance(before, Tensor) or is_finite(before.detach()):
+                self.spoiled.append((root, place.name, now))
+
+    def _tell_spoiled(self, step: int) -> None:
         spoiled, self.spoiled = self.spoiled, []
         root = spoiled[0][0]
         mine = [(name, tensor) for by, name, tensor in spoiled if by is root]
         held = tuple(Held(tensor, version_of(tensor)) for _, tensor in mine)
         names = tuple(name for name, _ in mine)
-        record = self._log.slice()
-        self._report(BadResult("buffer", "train", self._steps.count, record, held, names=names, is_of_state=True))
+        self._report(BadResult("buffer", "train", step, self._log.slice(), held, names=names, is_of_state=True))
 
     # --- what lines have left -----------------------------------------------------------------------------------------
 
-    def look(self, is_between_steps: bool = False) -> None:
-        """Look at what such lines have made since the last time."""
+    def look(self, is_between_steps: bool = False, asks_device: bool = True) -> None:
+        """Look at what such lines and calls have made since the last time. `asks_device`: a device is asked about what lies
+        there, behind what is in its queue; see `read`."""
         if self.spoiled:
-            self._tell_spoiled()
-        if not self._lines:
-            return
+            self._tell_spoiled(self._steps.count)
+        made = self._made_lately() if self._lines else []
+        here = [pair for pair in made if is_immediate(pair[0])]
+        if here:
+            self._judge(here, self._step_of(here[0][1], is_between_steps))
+        bound, self._bound_there = self._bound_there, []
+        if asks_device and (bound or len(here) < len(made)) and not compat.cuda_is_capturing():
+            there = [pair for pair in made if not is_immediate(pair[0])]
+            flag = FiniteFlag([*(tensor for tensor, _ in there), *(tensor for _, _, tensor in bound)])
+            step = self._step_of(there[0][1], is_between_steps) if there else self._steps.count
+            self._asked.append(_Asked(flag, there, bound, step))
+
+    def read(self, wait: bool) -> None:
+        """What a device has found, before weights change. It was asked before the backward pass: waiting leaves it busy."""
+        while self._asked and (wait or self._asked[0].flag.is_known):
+            each = self._asked.pop(0)
+            is_good = each.flag.is_set()
+            for root, place, tensor in each.bound:
+                self._note_bound(root, place, tensor, is_good or is_finite(tensor))
+            if self.spoiled:
+                self._tell_spoiled(each.step)
+            if each.made:
+                self._judge(each.made, each.step, is_good)
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a device has been asked and not been heard."""
+        return bool(self._asked)
+
+    def _made_lately(self) -> list[tuple[Tensor, Event]]:
+        """The state that lines have made since the last time, and by which events."""
         events = self._log.latest(self._looked_until)
         self._looked_until = self._log.next_index
         made: dict[int, tuple[Tensor, Event]] = {}
@@ -235,12 +282,19 @@ class CarriedState:
                     tensor = ref()
                     if tensor is not None and may_be_state(tensor):
                         made[id(tensor)] = tensor, event
-        if made:
-            self._judge(list(made.values())[-MOST:], is_between_steps)
+        return list(made.values())[-MOST:]
 
-    def _judge(self, made: list[tuple[Tensor, Event]], is_between_steps: bool) -> None:
+    def _step_of(self, event: Event, is_between_steps: bool) -> int:
+        """Before the first module of a step, what was computed before a loader gave its batch is the last step's."""
+        is_of_last = is_between_steps and self._log.iteration_start <= event.index < self.fetched
+        return self._steps.count - (is_of_last and self._steps.count > 0)
+
+    def _judge(self, made: list[tuple[Tensor, Event]], step: int, are_good: bool | None = None) -> None:
+        """`are_good`: whether all are finite, where that is known."""
         lines = {place_of(event.line): self._lines[place_of(event.line)] for _, event in made if event.line is not None}
-        if all_finite_on_cpu(tensor for tensor, _ in made) and not self._are_any_bad:
+        if are_good is None:
+            are_good = all_finite_on_cpu(tensor for tensor, _ in made)
+        if are_good and not self._are_any_bad:
             for leaving in lines.values():
                 leaving.was_good = True
             return
@@ -250,14 +304,13 @@ class CarriedState:
             if event.line is None or is_finite(tensor):
                 continue
             place = place_of(event.line)
-            leaving = self._lines[place]
+            leaving = lines[place]
             good.discard(place)
             if not leaving.bad:
                 news.append((tensor, event))
             elif all(ref() is not tensor for ref in leaving.bad):
-                leaving.bad = [*(ref for ref in leaving.bad if ref() is not None), weakref.ref(tensor)][
-                    -MOST_OF_A_LINE:
-                ]
+                alive = [ref for ref in leaving.bad if ref() is not None]
+                leaving.bad = [*alive, weakref.ref(tensor)][-MOST_OF_A_LINE:]
         for place in good:
             lines[place].was_good = True
             lines[place].bad.clear()
@@ -267,8 +320,6 @@ class CarriedState:
             if event.line is not None:
                 lines[place_of(event.line)].bad.append(weakref.ref(tensor))
         if fresh:
-            is_of_last = is_between_steps and self._log.iteration_start <= fresh[0][1].index < self.fetched
-            step = self._steps.count - (is_of_last and self._steps.count > 0)
             targets = tuple(dict.fromkeys(self._log.lookup(t) or Ref(event.index, 0) for t, event in fresh))
             self._report(BadResult("loss", "train", step, self._log.slice(), targets, is_of_state=True))
 
@@ -290,6 +341,6 @@ def may_be_state(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not isinstance(tensor, nn.Parameter)
         and tensor.numel() <= LARGEST
-        and is_immediate(tensor)
+        and compat.has_values(tensor)
         and compat.is_dense(tensor)
     )
