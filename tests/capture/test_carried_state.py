@@ -13,6 +13,7 @@ from ampguard.capture import flags
 from ampguard.capture.glue import schedule
 from ampguard.capture.judging import carried
 from ampguard.capture.root_calls import pace
+from ampguard.diagnose.cases.examiner import Examiner
 
 STEPS, BAD = 30, 20
 Guard = Callable[..., Any]
@@ -235,3 +236,34 @@ def test_a_device_is_asked_about_what_calls_bind(guard: Guard, kind: str) -> Non
     (first,) = run.report.incidents
     assert (first.cause, first.step) == ("division-by-zero", BAD)
     assert "It is kept over the steps" in first.explanation
+
+
+def test_figures_that_go_bad_again_and_again_are_looked_into_a_few_times(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = Examiner._look_at_state
+
+    def counted(self: Examiner, bad: Any) -> None:
+        looks.append(bad.step)
+        look(self, bad)
+
+    monkeypatch.setattr(Examiner, "_look_at_state", counted)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        history: list[Tensor] = []
+        for step in range(80):
+            x = torch.randn(16, 8)
+            loss = model(x).square().mean()
+            history.append(x.mean() / (step % 2))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents
+    assert 1 <= len(looks) <= 10

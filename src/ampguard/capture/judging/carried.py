@@ -106,6 +106,8 @@ class CarriedState:
         self._asked: list[_Asked] = []
         self._bound: set[tuple[int, str]] = set()
         """Names that were known to stand for something bad."""
+        self.is_over = False
+        """Whether as much was told as is looked into."""
         self._looked_until = 0
         self._are_any_bad = False
         """Whether anything was bad of what was looked at last."""
@@ -122,6 +124,14 @@ class CarriedState:
     def are_any(self) -> bool:
         """Whether any line is known to leave state, or a call has spoiled some."""
         return bool(self._lines or self.spoiled or self._bound_there)
+
+    def rest(self, keep: Iterable[Place]) -> None:
+        """Nothing more is told: only what these lines leave is still followed."""
+        self.is_over, kept = True, set(keep)
+        self._lines = {place: leaving for place, leaving in self._lines.items() if place in kept}
+        self._left, self._asked, self._bound_there = [], [], []
+        self.is_between_steps &= bool(self._lines)
+        self.is_behind_backward &= bool(self._lines)
 
     def left_bad_by(self, lines: Iterable[Place]) -> Iterator[Tensor]:
         """The bad tensors that these lines have left lately."""
@@ -140,6 +150,8 @@ class CarriedState:
             before, behind = self._taped
             self.is_between_steps &= schedule.may_tape_state(before, ASK_EVERY, usual_seconds)
             self.is_behind_backward &= schedule.may_tape_state(behind, ASK_EVERY, usual_seconds)
+        if self.is_over:
+            return
         if step < FIRST_STEPS or step % LEARN_EVERY - LEARN_EVERY // 2 in (0, 1):
             read = self._read_of_earlier_steps() if self._left else set()
             for left in self._left:
@@ -208,7 +220,7 @@ class CarriedState:
 
     def called(self, root: RootCall) -> None:
         """A module's call has bound these names anew (attributes of objects, entries of dictionaries, globals)."""
-        for place in root.attributes:
+        for place in root.attributes if not self.is_over else ():
             now = place.owner.get(place.name)
             if type(now) is not Tensor or not may_be_state(now):
                 continue
@@ -319,7 +331,7 @@ class CarriedState:
         for tensor, event in news:
             if event.line is not None:
                 lines[place_of(event.line)].bad.append(weakref.ref(tensor))
-        if fresh:
+        if fresh and not self.is_over:
             targets = tuple(dict.fromkeys(self._log.lookup(t) or Ref(event.index, 0) for t, event in fresh))
             self._report(BadResult("loss", "train", step, self._log.slice(), targets, is_of_state=True))
 

@@ -226,7 +226,12 @@ class Examiner:
     def _look_at_state(self, bad: BadResult) -> None:
         """State of the script's own has gone bad: why is found out now, and told once something has read it."""
         states = self._casebook.kept_state.withheld
-        if self.is_used_up or self._recorder.counting or not states.may_look or self._casebook.poison.case is not None:
+        if (
+            self.is_used_up
+            or self._recorder.counting
+            or self._casebook.poison.case is not None
+            or not states.may_look()
+        ):
             return
         started = time.perf_counter()
         try:

@@ -22,8 +22,8 @@ from ampguard.diagnose.cases.case import Case, Place
 from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Incident
 
-MOST_LOOKS = 4
-"""Failures of state that are looked into without anything having read it."""
+MOST_LOOKS = 8
+"""Times that state which has gone bad is looked into: figures of the script's may go bad and recover in every other step."""
 
 GIVEN = frozenset({"nonfinite-parameter", "nonfinite-input"})
 """Causes of which state may be what was given bad."""
@@ -92,14 +92,15 @@ class WithheldStates:
         self._told: list[tuple[Withheld, Case]] = []
         self._looks = 0
 
-    @property
     def may_look(self) -> bool:
-        """Whether state that has gone bad may be looked into."""
-        return self._looks < MOST_LOOKS
+        """Whether state that has gone bad may be looked into, once more."""
+        self._looks += 1
+        if self._looks == MOST_LOOKS:
+            self._recorder.carried.rest(line for known in self._waiting for line in known.lines)
+        return self._looks <= MOST_LOOKS
 
     def add(self, withheld: Withheld) -> None:
         """Nobody knows yet whether anything reads it."""
-        self._looks += 1
         self._waiting = [known for known in self._waiting if known.place != withheld.place]  # it has recovered since
         self._waiting.append(withheld)
 
