@@ -31,6 +31,7 @@ from ampguard.capture.glue.functions import AppliedFunctions
 from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging import judge, outputs
+from ampguard.capture.judging.carried import CarriedState
 from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
 from ampguard.capture.probing.clipping import ClippingProbe
@@ -193,6 +194,9 @@ RARER = [
     (AppliedFunctions, "enter"),
     (AppliedFunctions, "leave"),
     (TapedPreprocessing, "note_batch"),
+    (TapedPreprocessing, "evaluation_begins"),
+    (CarriedState, "iteration_ends"),
+    (CarriedState, "step_begins"),
     (Recorder, "closure_ended"),
     (judge.Judge, "read_array"),
     (Recorder, "root_raised"),
@@ -239,6 +243,7 @@ def test_capture_on_rarer_ways(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step((lambda: 0.0) if name == "closure_ended" else None)
             out.detach().tolist()
+        model.eval()
         if name == "begins_dual_level":
             torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
         return bits(list(model.parameters()))
