@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -161,3 +161,40 @@ def test_what_counts_as_a_batch(thing: Any, names: list[str] | None) -> None:
 def test_arguments_without_objects_are_not_copied() -> None:
     arguments = (torch.zeros(1), [torch.zeros(1), {"a": 1, "b": (torch.zeros(1), None)}])
     assert with_objects(arguments, lambda tensor: tensor) is arguments
+
+
+class Events(NamedTuple):
+    """Of a length that is not the number of its fields."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+
+def test_a_named_tuple_with_a_length_of_its_own(guard: Guard) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, events: Events) -> Tensor:
+            assert len(events) == 8
+            return (self.linear(events.x).squeeze(1) / events.y).square().mean()
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(8):
+            events = Events(torch.randn(8, 4), torch.arange(8.0) if step == 5 else torch.rand(8) + 0.5)
+            loss = net(Events(*(column * 1.0 for column in events)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("division-by-zero", 5)
+    assert run.first.fixes[0].verified

@@ -29,6 +29,7 @@ from ampguard.capture.events.operands import held_in, refs_in
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, StepRecord
+from ampguard.capture.root_calls.trees import named_tuple
 from ampguard.compat import cuda_is_capturing as is_capturing
 from ampguard.compat import cuda_is_in_use, version_of
 
@@ -364,5 +365,5 @@ def _mapped(tree: Any, held: Callable[[Held], Any], made: Callable[[Ref], Any]) 
         items = [_mapped(value, held, made) for value in tree]
         if isinstance(tree, list):
             return items
-        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
+        return named_tuple(type(tree), items) if hasattr(tree, "_make") else tuple(items)
     return tree

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ampguard import compat, numerics
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.record import Held, HeldGenerator, Ref
+from ampguard.capture.root_calls.trees import named_tuple
 from ampguard.errors import ReplayError
 from ampguard.replay.tracer import ReplayMode
 
@@ -164,7 +165,7 @@ def map_leaves(tree: Any, visit: Any) -> Any:
         return [map_leaves(item, visit) for item in tree]
     if isinstance(tree, tuple):
         items = [map_leaves(item, visit) for item in tree]
-        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
+        return named_tuple(type(tree), items) if hasattr(tree, "_make") else tuple(items)
     if type(tree) is dict:
         return {key: map_leaves(item, visit) for key, item in tree.items()}
     if isinstance(tree, dict):

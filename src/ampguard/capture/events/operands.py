@@ -17,7 +17,9 @@ def leaves(tree: Any) -> list[Any]:
     stack = [tree]
     while stack:
         item = stack.pop()
-        if isinstance(item, (list, tuple)):
+        if isinstance(item, tuple):
+            stack.extend(tuple.__iter__(item))  # a class of the script's own may say something else of its length
+        elif isinstance(item, list):
             stack.extend(item)
         elif isinstance(item, dict):
             stack.extend(item.values())

@@ -31,7 +31,7 @@ def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
         items = [map_tensors(value, visit) for value in tree]
         if type(tree) is tuple:
             return tuple(items)
-        return tree._make(items) if hasattr(tree, "_make") else _try_rebuild(type(tree), items, tree)
+        return named_tuple(type(tree), items) if hasattr(tree, "_make") else _try_rebuild(type(tree), items, tree)
     if isinstance(tree, list):
         items = [map_tensors(value, visit) for value in tree]
         return items if type(tree) is list else _try_rebuild(type(tree), items, tree)
@@ -42,6 +42,11 @@ def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
                 object.__setattr__(clone, f.name, map_tensors(getattr(tree, f.name), visit))
         return clone
     return tree
+
+
+def named_tuple(kind: type[Any], items: list[Any]) -> Any:
+    """A named tuple of these items. Its own `_make` asks for its length, which a script may have given another meaning."""
+    return tuple.__new__(kind, items)
 
 
 def _rebuilt(tree: dict[Any, Any], copies: dict[Any, Any]) -> Any:

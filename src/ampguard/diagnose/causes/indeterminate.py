@@ -143,7 +143,7 @@ def _finite_constant(evidence: Evidence, source: TracedOp) -> Proposal:
         "mask-value",
         words.region(evidence),
         f"clamp the infinities that {words.operator(evidence)} is given to a large finite number "
-        f"(torch.finfo(dtype).min / 2), or leave them out with torch.where: {words.code(evidence)}",
+        f"(torch.finfo(dtype).min / 2), or leave them out with torch.where, in: {words.code(evidence)}",
         trial=_finite_operands,
     )
     constant = next((s for s in source.scalars if math.isinf(s)), None)

@@ -158,6 +158,13 @@ def _only_brings(op: TracedOp) -> bool:
     return given.dtype == made.dtype and given.device != made.device
 
 
+def _meets_another(trace: Trace, op: TracedOp, models: frozenset[int]) -> bool:
+    """Whether an infinity of a batch's meets one that was written into what the model computed: both forbid the same (a
+    divergence between two distributions that are masked alike)."""
+    infinite = [t.made_by[0] for t in op.inputs if t.bad is not None and t.made_by is not None]
+    return len(infinite) > 1 and not _computed_by(trace, models).isdisjoint(infinite)
+
+
 def at_the_data(chain: Chain, trace: Trace, models: Sequence[int]) -> Chain:
     """The same chain, ended at the model's input, or at the target, where it begins at a NaN or Inf literal written there.
 
@@ -182,6 +189,8 @@ def at_the_data(chain: Chain, trace: Trace, models: Sequence[int]) -> Chain:
     if not numbers or not inside:
         return chain
     last = inside[-1]
+    if last.kind == NAN and not any(map(math.isnan, numbers)) and _meets_another(trace, last.op, frozenset(models)):
+        return chain
     for operand, tensor in enumerate(last.op.inputs):
         if tensor.bad is not None:
             given = Given(tensor, int(tensor.bad.flat[0]), int(tensor.bad.kinds[0]), last.op, operand)
