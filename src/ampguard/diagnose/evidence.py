@@ -360,15 +360,20 @@ class Evidence:
         return call.tensors[self.given.operand] if call is not None else None
 
     @cached_property
-    def given_by_script(self) -> Tensor | None:
-        """The same, where the operator that reads it also writes to it, so that a replay gives it a copy: the script's own."""
+    def given_by_script(self) -> list[Tensor]:
+        """The script's own tensors at which the chain may end: `given_tensor`; what a copy of it stands for, where the operator
+        that reads it also writes to it; or any that is bad, where that is a number that the step has computed from it."""
         given = self.given_tensor
         if given is None or self.given is None:
-            return given
+            return []
+        held = self.held()
+        if any(h.tensor is given for _, _, h in held):
+            return [given]
         reader = self.given.reader.event
-        alike = [h.tensor for event, _, h in self.held() if event.index == reader and h.copy is not None]
+        alike = [h.tensor for event, _, h in held if event.index == reader and h.copy is not None]
         alike = [t for t in alike if (t.shape, t.dtype) == (given.shape, given.dtype) and not numerics.is_finite(t)]
-        return alike[0] if alike and all(h.tensor is not given for _, _, h in self.held()) else given
+        computed = [h.tensor for _, _, h in held if given.numel() == 1 and not numerics.is_finite(h.value.detach())]
+        return [given, *alike[:1], *computed]
 
     @cached_property
     def given_values(self) -> Tensor | None:

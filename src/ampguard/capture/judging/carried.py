@@ -52,6 +52,10 @@ Place: TypeAlias = tuple[int, int]
 """A line of code: the code object's identity, and the line's number."""
 
 
+_Made: TypeAlias = tuple[Tensor, list[Event]]
+"""State, and what has made it: one event, or all that have written to it in parts."""
+
+
 @dataclass(slots=True)
 class _Left:
     """What a step may have left: made at this line, or written to in part."""
@@ -84,7 +88,7 @@ class _Asked:
     """What a device is asked about: whether all of it is finite; what lines have made, and what calls have bound to names."""
 
     flag: FiniteFlag
-    made: list[tuple[Tensor, Event]]
+    made: list[_Made]
     bound: list[tuple[RootCall, SavedAttribute, Tensor]]
     step: int
 
@@ -109,8 +113,6 @@ class CarriedState:
         self.is_over = False
         """Whether as much was told as is looked into."""
         self._looked_until = 0
-        self._are_any_bad = False
-        """Whether anything was bad of what was looked at last."""
         self.fetched = 0
         """The first event behind the last batch that a loader gave."""
         self.is_behind_backward = False
@@ -207,8 +209,7 @@ class CarriedState:
 
     def _written(self, event: GlueOp) -> Held | None:
         """What an operator has written to, if that was there before; also through views."""
-        is_write = type(event) is WritingCall or (event.args and 0 in compat.positions_written(event.func))
-        operand = event.args[0] if is_write else None
+        operand = event.args[0] if event.args and is_write(event) else None
         for _ in range(MOST_VIEWS):
             if not isinstance(operand, Ref):
                 break
@@ -255,14 +256,14 @@ class CarriedState:
         if self.spoiled:
             self._tell_spoiled(self._steps.count)
         made = self._made_lately() if self._lines else []
-        here = [pair for pair in made if is_immediate(pair[0])]
+        here = [each for each in made if is_immediate(each[0])]
         if here:
-            self._judge(here, self._step_of(here[0][1], is_between_steps))
+            self._judge(here, self._step_of(here[0][1][0], is_between_steps))
         bound, self._bound_there = self._bound_there, []
         if asks_device and (bound or len(here) < len(made)) and not compat.cuda_is_capturing():
-            there = [pair for pair in made if not is_immediate(pair[0])]
+            there = [each for each in made if not is_immediate(each[0])]
             flag = FiniteFlag([*(tensor for tensor, _ in there), *(tensor for _, _, tensor in bound)])
-            step = self._step_of(there[0][1], is_between_steps) if there else self._steps.count
+            step = self._step_of(there[0][1][0], is_between_steps) if there else self._steps.count
             self._asked.append(_Asked(flag, there, bound, step))
 
     def read(self, wait: bool) -> None:
@@ -282,18 +283,23 @@ class CarriedState:
         """Whether a device has been asked and not been heard."""
         return bool(self._asked)
 
-    def _made_lately(self) -> list[tuple[Tensor, Event]]:
+    def _made_lately(self) -> list[_Made]:
         """The state that lines have made since the last time, and by which events."""
         events = self._log.latest(self._looked_until)
         self._looked_until = self._log.next_index
-        made: dict[int, tuple[Tensor, Event]] = {}
+        made: dict[int, _Made] = {}
         for event in events:
             leaving = self._lines.get(place_of(event.line)) if event.line is not None else None
-            if leaving is not None and isinstance(event, GlueOp):
-                for ref in (*event.outputs, *leaving.wholes):
-                    tensor = ref()
-                    if tensor is not None and may_be_state(tensor):
-                        made[id(tensor)] = tensor, event
+            if leaving is None or not isinstance(event, GlueOp):
+                continue
+            wholes = [whole for ref in leaving.wholes if (whole := ref()) is not None]
+            memory = {compat.storage_key(whole) for whole in wholes}
+            for ref in event.outputs:
+                tensor = ref()
+                if tensor is not None and may_be_state(tensor) and compat.storage_key(tensor) not in memory:
+                    made[id(tensor)] = tensor, [event]
+            for whole in wholes if is_write(event) else ():  # a part that was read before shows what was written since
+                made.setdefault(id(whole), (whole, []))[1].append(event)
         return list(made.values())[-MOST:]
 
     def _step_of(self, event: Event, is_between_steps: bool) -> int:
@@ -301,39 +307,41 @@ class CarriedState:
         is_of_last = is_between_steps and self._log.iteration_start <= event.index < self.fetched
         return self._steps.count - (is_of_last and self._steps.count > 0)
 
-    def _judge(self, made: list[tuple[Tensor, Event]], step: int, are_good: bool | None = None) -> None:
+    def _judge(self, made: list[_Made], step: int, are_good: bool | None = None) -> None:
         """`are_good`: whether all are finite, where that is known."""
-        lines = {place_of(event.line): self._lines[place_of(event.line)] for _, event in made if event.line is not None}
+        lines = {place: self._lines[place] for _, events in made if (place := place_of(events[0].line)) in self._lines}
         if are_good is None:
             are_good = all_finite_on_cpu(tensor for tensor, _ in made)
-        if are_good and not self._are_any_bad:
+        if are_good and not any(leaving.bad for leaving in lines.values()):
             for leaving in lines.values():
                 leaving.was_good = True
             return
         good = set(lines)
-        news: list[tuple[Tensor, Event]] = []
-        for tensor, event in made:
-            if event.line is None or is_finite(tensor):
+        news: list[_Made] = []
+        for tensor, events in made:
+            place = place_of(events[0].line)
+            if place not in lines or is_finite(tensor):
                 continue
-            place = place_of(event.line)
-            leaving = lines[place]
             good.discard(place)
-            if not leaving.bad:
-                news.append((tensor, event))
-            elif all(ref() is not tensor for ref in leaving.bad):
-                alive = [ref for ref in leaving.bad if ref() is not None]
-                leaving.bad = [*alive, weakref.ref(tensor)][-MOST_OF_A_LINE:]
+            known = lines[place].bad
+            if not known:
+                news.append((tensor, events))
+            elif all(ref() is not tensor for ref in known):
+                lines[place].bad = [*(ref for ref in known if ref() is not None), weakref.ref(tensor)][-MOST_OF_A_LINE:]
         for place in good:
             lines[place].was_good = True
             lines[place].bad.clear()
-        self._are_any_bad = len(good) < len(lines)
-        fresh = [(t, e) for t, e in news if e.line and lines[place_of(e.line)].was_good and self._was_finite(e.index)]
-        for tensor, event in news:
-            if event.line is not None:
-                lines[place_of(event.line)].bad.append(weakref.ref(tensor))
+        fresh = [(t, e) for t, e in news if lines[place_of(e[0].line)].was_good and self._was_finite(e[0].index)]
+        for tensor, events in news:
+            lines[place_of(events[0].line)].bad.append(weakref.ref(tensor))
         if fresh and not self.is_over:
-            targets = tuple(dict.fromkeys(self._log.lookup(t) or Ref(event.index, 0) for t, event in fresh))
+            targets = tuple(dict.fromkeys(ref for tensor, events in fresh for ref in self._names_of(tensor, events)))
             self._report(BadResult("loss", "train", step, self._log.slice(), targets, is_of_state=True))
+
+    def _names_of(self, tensor: Tensor, events: list[Event]) -> list[Ref]:
+        """A result as the record names it; of what was written to in parts, each of the writes."""
+        made_by = self._log.lookup(tensor) if len(events) == 1 and not is_write(events[0]) else None
+        return [made_by] if made_by is not None else [Ref(event.index, 0) for event in events]
 
     def _was_finite(self, index: int) -> bool:
         """Whether what an operator wrote to was finite before, if it wrote to anything that it was given."""
@@ -342,8 +350,13 @@ class CarriedState:
         return written is None or not written.is_intact or is_finite(written.value.detach())
 
 
-def place_of(line: Line) -> Place:
-    return id(line.code), line.number
+def place_of(line: Line | None) -> Place:
+    return (id(line.code), line.number) if line is not None else (0, 0)
+
+
+def is_write(event: Event) -> bool:
+    """Whether an operator outside modules has written to its first operand."""
+    return type(event) is WritingCall or (type(event) is GlueOp and 0 in compat.positions_written(event.func))
 
 
 def may_be_state(tensor: Tensor) -> bool:

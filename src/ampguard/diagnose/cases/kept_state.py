@@ -67,7 +67,7 @@ class KeptState:
         case: Case | None = None
         if cause in ("nonfinite-parameter", "nonfinite-input"):
             given = evidence.given_by_script
-            case = next((case for ref, case in self._written if is_part_of(given, ref())), None)
+            case = next((case for ref, case in self._written if any(is_part_of(t, ref()) for t in given)), None)
             case = case or self.withheld.told_of(given, bad)
         if case is None and cause == "nonfinite-input" and self._has_gone_bad(bad, evidence):
             case = self._case

@@ -21,6 +21,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases.case import Case, Place
 from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Incident
+from ampguard.numerics import is_finite
 
 MOST_LOOKS = 8
 """Times that state which has gone bad is looked into: figures of the script's may go bad and recover in every other step."""
@@ -100,16 +101,25 @@ class WithheldStates:
         return self._looks <= MOST_LOOKS
 
     def add(self, withheld: Withheld) -> None:
-        """Nobody knows yet whether anything reads it."""
-        self._waiting = [known for known in self._waiting if known.place != withheld.place]  # it has recovered since
+        """Nobody knows yet whether anything reads it. More of what the same place has spoiled goes with that, unless it has
+        recovered since."""
+        known = next((known for known in self._waiting if known.place == withheld.place), None)
+        if known is not None and self._is_bad(known, withheld.evidence.bad):
+            known.goes_on(withheld.evidence.bad)
+            return
+        self._waiting = [other for other in self._waiting if other is not known]
         self._waiting.append(withheld)
+
+    def _is_bad(self, withheld: Withheld, bad: BadResult) -> bool:
+        """Whether anything of it is still bad."""
+        return any(state is not None and not is_finite(state.detach()) for state in self._state_of(withheld, bad))
 
     def take_unread(self) -> list[Incident]:
         """The run is over: what is to be said of those that nothing has read."""
         waiting, self._waiting = self._waiting, []
         return [incident for known in waiting if (incident := known.told_unread()) is not None]
 
-    def is_made_of(self, given: Tensor | None, bad: BadResult) -> bool:
+    def is_made_of(self, given: list[Tensor], bad: BadResult) -> bool:
         """Whether state is bad because it was made from some that is known to be: that lies in other places then, too."""
         known = (*self._waiting, *(withheld for withheld, _ in self._told))
         found = next((withheld for withheld in known if self._holds(withheld, given, bad)), None)
@@ -117,8 +127,8 @@ class WithheldStates:
             found.goes_on(bad)
         return found is not None
 
-    def take_read(self, cause: str, given: Tensor | None, bad: BadResult) -> Withheld | None:
-        """What is known of a tensor that has been read now."""
+    def take_read(self, cause: str, given: list[Tensor], bad: BadResult) -> Withheld | None:
+        """What is known of a tensor that has been read now: one of these."""
         if cause not in OF_INFINITIES:
             return None
         return self._take(next((known for known in self._waiting if self._holds(known, given, bad)), None))
@@ -139,13 +149,13 @@ class WithheldStates:
         """It was told as `case`."""
         self._told.append((withheld, case))
 
-    def told_of(self, given: Tensor | None, bad: BadResult) -> Case | None:
-        """As which case it was told that this tensor is bad."""
+    def told_of(self, given: list[Tensor], bad: BadResult) -> Case | None:
+        """As which case it was told that one of these tensors is bad."""
         return next((case for withheld, case in self._told if self._holds(withheld, given, bad)), None)
 
-    def _holds(self, withheld: Withheld, tensor: Tensor | None, bad: BadResult) -> bool:
-        """Whether it is about this tensor, which a bad result was made from, or about what it is a part of."""
-        return any(is_part_of(tensor, state) for state in self._state_of(withheld, bad))
+    def _holds(self, withheld: Withheld, given: list[Tensor], bad: BadResult) -> bool:
+        """Whether it is about one of these tensors, from which a bad result was made, or about what it is a part of."""
+        return any(is_part_of(tensor, state) for state in self._state_of(withheld, bad) for tensor in given)
 
     def _state_of(self, withheld: Withheld, bad: BadResult) -> Iterator[Tensor | None]:
         """What was spoiled, and what the same lines and calls have left since."""
