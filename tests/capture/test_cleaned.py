@@ -27,7 +27,7 @@ def test_gradients_of_another_threads_optimizer_are_left_alone() -> None:
     parameter.by = set()
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     cleaned = CleanedGradients()
-    other = threading.Thread(target=cleaned.are_used, args=(optimizer, False))
+    other = threading.Thread(target=cleaned.are_used, args=(optimizer, False, list))
     other.start()
     other.join()
     assert len(parameter.by) == 1
@@ -36,6 +36,6 @@ def test_gradients_of_another_threads_optimizer_are_left_alone() -> None:
     cleaned.differentiated([])
     assert not parameter.by
 
-    cleaned.are_used(optimizer, False)  # from here on it is this thread's
+    cleaned.are_used(optimizer, False, list)  # from here on it is this thread's
     cleaned.differentiated([])
     assert parameter.by == {threading.get_ident()}

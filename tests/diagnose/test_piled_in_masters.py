@@ -59,3 +59,40 @@ def test_what_is_right_is_not(guard: Guard, pulls: str, passes: int) -> None:
     run = guard(lambda: training(pulls, passes=passes))
     assert run.faults == 0, run.stderr
     assert [i for i in run.report.incidents if i.severity != "info"] == []
+
+
+def test_what_a_skipped_window_has_left_in_masters_is_no_new_failure(guard: Guard) -> None:
+    """The script looks at the masters' gradients, skips the step, and leaves them there until it puts others in their place."""
+
+    def body() -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).half()
+        halves = list(model.parameters())
+        masters = [p.detach().float().clone() for p in halves]
+        optimizer = torch.optim.AdamW(masters, lr=1e-3)
+        scale, skipped = 2.0**18, 0
+        for window in range(40):
+            for _ in range(1 if window % 10 == 9 else 3):
+                x = torch.randn(12, 6, dtype=torch.float16)
+                loss = nn.functional.cross_entropy(model(x).float(), torch.randint(4, (12,)))
+                (loss * scale).backward()
+            for half, full in zip(halves, masters, strict=True):
+                full.grad = half.grad.float() / scale
+            if all(full.grad.isfinite().all() for full in masters):
+                nn.utils.clip_grad_norm_(masters, 1.0)
+                optimizer.step()
+                with torch.no_grad():
+                    for half, full in zip(halves, masters, strict=True):
+                        half.copy_(full)
+                scale *= 2.0
+            else:
+                skipped += 1
+                scale /= 2.0
+            for half in halves:
+                half.grad = None
+        return skipped
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.result > 5
+    assert [i for i in run.report.incidents if i.severity != "info"] == []

@@ -8,7 +8,7 @@ noted how often a few were written to, until it is used: what was never done bef
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Literal
 
@@ -34,15 +34,18 @@ MOST_LOOPS = 8
 class Loop:
     """What is done to the gradients of one optimizer, between the backward pass and its step."""
 
-    __slots__ = ("left", "optimizer", "sample", "thread", "uses", "usual", "writes")
+    __slots__ = ("is_of_masters", "left", "optimizer", "sample", "thread", "uses", "usual", "writes")
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, of_modules: Sequence[Tensor]) -> None:
         self.optimizer = weakref.ref(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         held = [p for p in held if p.is_leaf and p.grad is not None and p.grad.numel() <= SMALL and p.grad.is_cpu]
         last = len(held) - 1
         chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if held else []
         self.sample = [weakref.ref(held[i]) for i in chosen]
+        known = set(map(id, of_modules))
+        self.is_of_masters = bool(known) and bool(self.sample) and all(id(held[i]) not in known for i in chosen)
+        """Whether no backward pass reaches them: what is bad behind one was left there by the script before it."""
         self.thread = get_ident()
         """Whose optimizer it is. In another's, autograd's engine may be writing to `.grad` without the interpreter's lock."""
         self.uses = 0
@@ -103,7 +106,7 @@ class CleanedGradients:
                 loop.left = []
                 continue
             loop.note()
-            if loop.writes and not parameters and not all_finite_on_cpu(loop.gradients()):
+            if loop.writes and not loop.is_of_masters and not parameters and not all_finite_on_cpu(loop.gradients()):
                 self._bad |= {id(p) for ref in loop.sample if (p := ref()) is not None}
 
     def _look(self, parameters: list[Tensor]) -> None:
@@ -111,15 +114,18 @@ class CleanedGradients:
             bad = (p for p in parameters if p.grad is not None and p.grad.is_cpu and not is_finite(p.grad))
             self._bad = set(map(id, bad))
 
-    def are_used(self, optimizer: Optimizer, is_clipped: bool) -> Literal["", "seen", "supposed"]:
+    def are_used(
+        self, optimizer: Optimizer, is_clipped: bool, of_modules: Callable[[], Sequence[Tensor]]
+    ) -> Literal["", "seen", "supposed"]:
         """An optimizer is about to use finite gradients. Were they not finite behind the backward pass?
 
         That was seen; or it is supposed, because something was done to them which this loop has never done. `is_clipped`:
-        nobody has written to them since PyTorch's clipping has, or since they were looked at.
+        nobody has written to them since PyTorch's clipping has, or since they were looked at. `of_modules`: the parameters
+        of the modules that were called.
         """
         loop = self._loops.get(id(optimizer))
         if loop is None or loop.optimizer() is not optimizer:
-            loop = self._begin(optimizer)
+            loop = self._begin(optimizer, of_modules())
         elif loop.thread != (me := get_ident()):
             loop.thread, loop.left = me, []
         elif loop.uses < FIRST_USES:
@@ -130,10 +136,10 @@ class CleanedGradients:
         loop.uses += 1
         return "seen" if self._bad and self._are_clean(optimizer, loop) else ""
 
-    def _begin(self, optimizer: Optimizer) -> Loop:
+    def _begin(self, optimizer: Optimizer, of_modules: Sequence[Tensor]) -> Loop:
         alive = [(key, loop) for key, loop in self._loops.items() if loop.optimizer() is not None]
         self._loops = dict(alive[1 - MOST_LOOPS :])
-        loop = self._loops[id(optimizer)] = Loop(optimizer)
+        loop = self._loops[id(optimizer)] = Loop(optimizer, of_modules)
         return loop
 
     def _are_clean(self, optimizer: Optimizer, loop: Loop) -> bool:

@@ -54,6 +54,20 @@ _lines: dict[tuple[int, int], Line] = {}
 """By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
 
 
+_met = [0]
+
+
+def lines_met() -> int:
+    """Lines that were met for the first time so far: a loop meets all of its own in its first steps, but for what it runs
+    seldom."""
+    return _met[0]
+
+
+def forget_lines() -> None:
+    """A run begins: all lines are yet to be met."""
+    _lines.clear()
+
+
 def is_own_file(file: str) -> bool:
     """Whether the file is ampguard's."""
     return file.startswith(_HIDDEN_ROOTS[1])
@@ -106,7 +120,8 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
             if line is None:
                 if len(_lines) > MAX_LINES:
                     _lines.clear()
-                line = _lines[key] = Line(code, current.f_lineno)
+                _met[0] += 1
+                line = _lines[key] = Line(code, current.f_lineno, _met[0])
             return line
         current = current.f_back  # type: ignore[assignment]
     return None

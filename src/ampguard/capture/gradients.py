@@ -161,7 +161,7 @@ class GradientWatch:
         """Are these gradients finite because the script has made them so?"""
         if self.healed_in == self._judge.step:
             return
-        found = self.cleaned.are_used(optimizer, bool(self._known_finite))
+        found = self.cleaned.are_used(optimizer, bool(self._known_finite), self._judge.parameters_of_modules)
         if found == "seen":
             since = self._cleared_since(optimizer)
             self._judge.are_bad(parameters_of(optimizer), None, is_held_off=False, since=since, is_replaced=True)

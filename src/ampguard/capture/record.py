@@ -119,6 +119,8 @@ class Line:
 
     code: CodeType
     number: int
+    since: int = field(default=0, compare=False)
+    """As the how manieth of all it was met (see `frames.lines_met`)."""
 
     def location(self) -> Location:
         file, name = self.code.co_filename, self.code.co_name

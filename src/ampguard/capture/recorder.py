@@ -22,7 +22,7 @@ from ampguard import compat
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.frames import user_line
+from ampguard.capture.frames import forget_lines, user_line
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.glue.functions import AppliedFunctions
 from ampguard.capture.glue.preprocessing import uses_computed
@@ -90,6 +90,7 @@ class FlightRecorder:
         self.judge.gradients.thread = lambda: self.turns.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.backward_calls = BackwardCalls(self.log, self.steps)
+        forget_lines()
         self.carried = CarriedState(self.log, self.steps, self._report)
         self.tape = GlueTape(self, self.turns.thread)
         self.before_training = BeforeTraining(barrier)

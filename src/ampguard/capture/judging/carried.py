@@ -20,6 +20,7 @@ from ampguard import compat
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import FiniteFlag, is_immediate
+from ampguard.capture.frames import lines_met
 from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.taped_calls import WritingCall
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, SavedAttribute
@@ -110,6 +111,10 @@ class CarriedState:
         self._asked: list[_Asked] = []
         self._bound: set[tuple[int, str]] = set()
         """Names that were known to stand for something bad."""
+        self._seen = 0
+        """The same until anything was last looked at."""
+        self._met = 0
+        """Lines that were met for the first time until the last iteration ended: one that runs seldom is seen when it does."""
         self.is_over = False
         """Whether as much was told as is looked into."""
         self._looked_until = 0
@@ -125,7 +130,7 @@ class CarriedState:
     @property
     def are_any(self) -> bool:
         """Whether any line is known to leave state, or a call has spoiled some."""
-        return bool(self._lines or self.spoiled or self._bound_there)
+        return bool(self._lines or self.spoiled or self._bound_there) or lines_met() > self._seen
 
     def rest(self, keep: Iterable[Place]) -> None:
         """Nothing more is told: only what these lines leave is still followed."""
@@ -154,21 +159,22 @@ class CarriedState:
             self.is_behind_backward &= schedule.may_tape_state(behind, ASK_EVERY, usual_seconds)
         if self.is_over:
             return
-        if step < FIRST_STEPS or step % LEARN_EVERY - LEARN_EVERY // 2 in (0, 1):
-            read = self._read_of_earlier_steps() if self._left else set()
+        if self._left:
+            read = self._read_of_earlier_steps()
             for left in self._left:
                 if left.ref() is not None or left.index in read:  # it has outlived a further step, or that has read it
                     self._leaves(left)
-            self._left = list(self._left_by(first_root))
-        elif self._left:
             self._left = []
+        met, self._met = self._met, lines_met()
+        if step < FIRST_STEPS or step % LEARN_EVERY - LEARN_EVERY // 2 in (0, 1) or self._met > met:
+            self._left = list(self._left_by(first_root))
 
     def step_begins(self) -> None:
         """The first module of a step is called."""
         for left in self._left:
             if left.is_between_steps and left.ref() is not None:  # what was computed there since has read it
                 self._leaves(left)
-        if self._lines:
+        if self._lines or lines_met() > self._seen:
             self.look(is_between_steps=True)
 
     def _read_of_earlier_steps(self) -> set[int]:
@@ -255,7 +261,7 @@ class CarriedState:
         there, behind what is in its queue; see `read`."""
         if self.spoiled:
             self._tell_spoiled(self._steps.count)
-        made = self._made_lately() if self._lines else []
+        made = self._made_lately() if self._lines or lines_met() > self._seen else []
         here = [each for each in made if is_immediate(each[0])]
         if here:
             self._judge(here, self._step_of(here[0][1][0], is_between_steps))
@@ -288,6 +294,9 @@ class CarriedState:
         events = self._log.latest(self._looked_until)
         self._looked_until = self._log.next_index
         made: dict[int, _Made] = {}
+        if lines_met() > self._seen and self._steps.count >= FIRST_STEPS:
+            self._leave_nan(events)
+        self._seen = lines_met()
         for event in events:
             leaving = self._lines.get(place_of(event.line)) if event.line is not None else None
             if leaving is None or not isinstance(event, GlueOp):
@@ -301,6 +310,22 @@ class CarriedState:
             for whole in wholes if is_write(event) else ():  # a part that was read before shows what was written since
                 made.setdefault(id(whole), (whole, []))[1].append(event)
         return list(made.values())[-MOST:]
+
+    def _leave_nan(self, events: list[Event]) -> None:
+        """Of lines that run seldom and were met for the first time just now, those that have made NaN may leave it to later
+        steps: nobody has seen them leave anything yet. (An infinity would be a mask, or a number to begin with.)"""
+        for event in events:
+            line = event.line
+            if (
+                line is None
+                or line.since <= self._seen
+                or place_of(line) in self._lines
+                or not isinstance(event, GlueOp)
+            ):
+                continue
+            live = (ref() for ref in event.outputs)
+            if any(t is not None and may_be_state(t) and is_immediate(t) and bool(t.isnan().any()) for t in live):
+                self._lines[place_of(line)] = _Leaving(line.code, was_good=True)
 
     def _step_of(self, event: Event, is_between_steps: bool) -> int:
         """Before the first module of a step, what was computed before a loader gave its batch is the last step's."""

@@ -46,6 +46,7 @@ class DroppedGradients:
         """The most that were ever seen between two steps; until the first step, 1."""
         self._recorder = recorder
         self._moves = moves
+        self._models = models
         self._left: dict[OptimizerWatch, tuple[weakref.ref[Tensor], int, int]] = {}
         """Bad gradients that nobody has cleared: one of them, since which step, and how many looks ago."""
         self._has_stepped = False
@@ -109,6 +110,10 @@ class DroppedGradients:
             p for watch in self._moves.mine() for p in watch.parameters() if p.grad is not None
         ] or self._of_called()
         bad = {id(p): p for p in held if p.grad is not None and not _is_finite(p.grad)}
+        if bad:
+            masters = self._masters()
+            held = [p for p in held if id(p) not in masters]
+            bad = {key: p for key, p in bad.items() if key not in masters}
         if not bad:
             self._left.clear()
             return False
@@ -124,6 +129,13 @@ class DroppedGradients:
             if worst is not None and worst.grad is not None:
                 self._note_left(watch, worst.grad)
         return True
+
+    def _masters(self) -> set[int]:
+        """Parameters of optimizers that hold none of a module's, where modules are trained: no backward pass reaches them, and
+        what is bad there was left by an earlier step until the script puts other gradients in its place."""
+        reached = {id(p) for module, _ in self._models.roots() for p in module.parameters()}
+        each = [[id(p) for p in watch.parameters()] for watch in self._moves.mine()] if reached else []
+        return {key for keys in each if reached.isdisjoint(keys) for key in keys}
 
     def _of_called(self) -> list[Tensor]:
         """Of what was called, where the function that trained has returned and its optimizer is gone."""

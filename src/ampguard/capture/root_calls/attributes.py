@@ -115,9 +115,14 @@ def tables_beside(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for name, value in named:
         table = _table_of(value)
-        if table is not None and 0 < len(table) <= MOST_ENTRIES:
+        if table is not None and 0 < len(table) <= MOST_ENTRIES and len(found) < MOST_TABLES:
             found.setdefault(id(table), (table, name))
-    return list(found.values())[:MOST_TABLES]
+    for table, name in list(found.values()):
+        for key, value in list(table.items()):
+            nested = _table_of(value)
+            if nested is not None and 0 < len(nested) <= MOST_ENTRIES and len(found) < 2 * MOST_TABLES:
+                found.setdefault(id(nested), (nested, f"{name}.{key}"))
+    return list(found.values())
 
 
 def is_pytorchs(module: nn.Module) -> bool:
