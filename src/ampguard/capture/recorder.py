@@ -502,6 +502,11 @@ class FlightRecorder:
             self._end_iteration(hangs_together=True)
 
     @property
+    def in_closure_of(self) -> torch.optim.Optimizer | None:
+        """The optimizer that is in the middle of a step, and has called its closure."""
+        return self._in_update
+
+    @property
     def is_in_closure(self) -> bool:
         """Whether an optimizer is in the middle of a step, and has called its closure."""
         return self._in_update is not None

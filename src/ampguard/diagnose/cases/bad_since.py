@@ -143,6 +143,13 @@ class BadSince:
     def _since(self, facts: dict[str, Any], update: str = "the update after it") -> str:
         """What has made it bad since the last finite loss."""
         recorder = self._recorder
+        within = recorder.in_closure_of
+        if within is not None and not compat.is_of_pytorch(type(within)) and facts.get("is_trained", True):
+            facts["written_by_script"] = True
+            return (
+                f": {type(within).__name__}'s own step has written these values to it before it called its closure. In an ascent "
+                f"such as SAM's a gradient of norm 0 is divided by that norm: add 1e-12 to it"
+            )
         is_updating = recorder.is_in_closure or recorder.steps.attempts > recorder.judge.attempts_when_good
         is_updating = is_updating or self._is_of_another_model(facts)
         if is_updating or not recorder.steps.made_since(0) or not facts.get("is_trained", True):
