@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard.capture.glue import schedule
+from ampguard.capture.judging.carried import CarriedState
 
 Guard = Callable[..., Any]
 
@@ -135,7 +136,10 @@ class Averaged:
 
 
 @pytest.mark.parametrize("keeps_own", [True, False])
-def test_an_average_in_float16(keeps_own: bool, guard: Guard) -> None:
+def test_an_average_in_float16(keeps_own: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what the script keeps was not looked at (it may be too large for that)."""
+    monkeypatch.setattr(CarriedState, "look", lambda *args, **kwargs: None)
+
     def body() -> None:
         averaged = Averaged(torch.float16)
         averaged.train()
@@ -155,6 +159,17 @@ def test_an_average_in_float16(keeps_own: bool, guard: Guard) -> None:
     first = incident.fixes[0] if keeps_own else next(f for f in incident.fixes if f.action == "force-fp32")
     assert (first.action, first.verified) == ("force-fp32", True if keeps_own else None)
     assert (held["reaches"] or 0) > 65504 or not keeps_own
+
+
+def test_the_line_that_spoils_an_average_is_told(guard: Guard) -> None:
+    def body() -> None:
+        averaged = Averaged(torch.float16)
+        averaged.train()
+        averaged.evaluate(keeps_own=True)
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.mode, incident.severity) == ("fp16-overflow", "train", "error")
+    assert incident.location.code == "value.lerp_(self.model.state_dict()[key].to(self.dtype), 0.5)"
 
 
 def test_an_average_in_float32(guard: Guard) -> None:
