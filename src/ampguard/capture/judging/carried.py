@@ -111,10 +111,10 @@ class CarriedState:
         self._asked: list[_Asked] = []
         self._bound: set[tuple[int, str]] = set()
         """Names that were known to stand for something bad."""
-        self._seen = 0
-        """The same until anything was last looked at."""
         self._met = 0
-        """Lines that were met for the first time until the last iteration ended: one that runs seldom is seen when it does."""
+        """Lines that had been met when the last iteration ended: one that runs seldom is seen when it does."""
+        self._seen = 0
+        """The same, when anything was last looked at."""
         self.is_over = False
         """Whether as much was told as is looked into."""
         self._looked_until = 0
