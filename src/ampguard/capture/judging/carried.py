@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.events.operands import refs_of
+from ampguard.capture.events.operands import held_by, leaves, refs_of
 from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.frames import lines_met
 from ampguard.capture.glue.schedule import TapeSchedule
-from ampguard.capture.glue.taped_calls import WritingCall
+from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, SavedAttribute
 from ampguard.capture.steps import StepCounter
 from ampguard.compat import version_of
@@ -171,9 +171,11 @@ class CarriedState:
 
     def step_begins(self) -> None:
         """The first module of a step is called."""
-        for left in self._left:
-            if left.is_between_steps and left.ref() is not None:  # what was computed there since has read it
-                self._leaves(left)
+        if any(left.is_between_steps for left in self._left):
+            read, given = self._read_before_first_module()
+            for left in self._left:  # (alive it may be as a variable of the script's that is not bound anew yet)
+                if left.is_between_steps and (left.index in read or id(left.ref()) in given):
+                    self._leaves(left)
         if self._lines or lines_met() > self._seen:
             self.look(is_between_steps=True)
 
@@ -181,6 +183,18 @@ class CarriedState:
         """The events of earlier steps whose results an event of this one was given."""
         events, began = self._log.record.events, self._log.iteration_start
         return {ref.event for event in events if event.index >= began for ref in refs_of(event) if ref.event < began}
+
+    def _read_before_first_module(self) -> tuple[set[int], set[int]]:
+        """What has been read since the last step: events of before, and tensors by identity."""
+        read: set[int] = set()
+        given: set[int] = set()
+        for event in self._log.kept_since(self._log.iteration_start):
+            if isinstance(event, TapedCall):
+                given |= {id(value) for value in leaves(event.operands) if isinstance(value, Tensor)}
+            elif isinstance(event, GlueOp):
+                read |= {ref.event for ref in refs_of(event)}
+                given |= {id(held.tensor) for held in held_by(event)}
+        return read, given
 
     def _leaves(self, left: _Left) -> None:
         leaving = self._lines.setdefault(place_of(left.line), _Leaving(left.line.code))
