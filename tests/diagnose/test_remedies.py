@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import seed_everything
 
+from ampguard.capture.events.producers import Producers
+from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.sampling import keeper
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident
@@ -454,6 +456,17 @@ def two_optimizers() -> None:
 def test_two_optimizers_are_replayed_in_their_order(guard: Guard) -> None:
     run = guard(two_optimizers)
 
+    assert run.faults == 0, run.stderr
+    assert run.causes[0] == "divergence", run.stderr
+    assert fixes_of(run.first)["lower-learning-rate"].verified
+
+
+def test_calls_that_are_kept_in_short_are_in_use(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The critic's call lies among them where what comes before the first module is kept: its result was forgotten."""
+    was = TapeSchedule.prefix_was
+    monkeypatch.setattr(TapeSchedule, "prefix_was", lambda self, used, writes_state=False: was(self, True))
+    monkeypatch.setattr(Producers, "forget", Producers.keep_made_by)
+    run = guard(two_optimizers)
     assert run.faults == 0, run.stderr
     assert run.causes[0] == "divergence", run.stderr
     assert fixes_of(run.first)["lower-learning-rate"].verified

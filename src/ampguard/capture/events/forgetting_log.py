@@ -197,7 +197,8 @@ class ForgettingLog(KeptEvents):
 
     def _keep(self, kept: set[int]) -> None:
         self._record.events = [e for e in self._record.events if e.index in kept]
-        self.producers.forget(kept)
+        pending = self._pending.entries  # (what was kept in short since is no less in use)
+        self.producers.forget(kept.union(entry[0].index for entry in pending) if pending else kept)
         self._holders.clear()
         self._window.clear()
         found = len(self._record.events)
