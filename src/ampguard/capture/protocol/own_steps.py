@@ -175,14 +175,8 @@ class OwnSteps:
 def _touched(parameter: Tensor) -> Tensor:
     """What a step may have moved of a parameter: of a table with a sparse gradient, the rows of that."""
     grad = parameter.grad
-    if (
-        grad is None
-        or grad.layout is not torch.sparse_coo
-        or not grad.sparse_dim()
-        or parameter.layout is not torch.strided
-    ):
-        return parameter
-    return parameter.detach()[grad._indices()[0]]
+    rows = None if grad is None or parameter.layout is not torch.strided else compat.stored_rows(grad)
+    return parameter if rows is None else parameter.detach()[rows[0]]
 
 
 def bad_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
