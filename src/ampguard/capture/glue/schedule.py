@@ -116,10 +116,11 @@ class TapeSchedule:
     def may_tape_state(self, operators: int, steps: int, usual_seconds: float) -> bool:
         """Whether so many operators may be taped in each of the next steps because they write what the script keeps: where that
         costs next to nothing, or is free for a while."""
-        seconds = operators * TAPED_CALL_SECONDS * steps
-        if seconds > GLUE_TIME_SHARE * usual_seconds * steps:
-            self._spent += seconds
-        return self._spent < 0 or seconds <= GLUE_TIME_SHARE * usual_seconds * steps
+        seconds = operators * TAPED_CALL_SECONDS
+        is_cheap = seconds <= GLUE_TIME_SHARE * usual_seconds
+        if not is_cheap:
+            self._spent += seconds * steps
+        return is_cheap or self._spent < 0
 
     def left_for_training(self, log: KeptEvents) -> int:
         """Operators that are taped from here on in a step: what is left of its own, where it calls many modules."""
