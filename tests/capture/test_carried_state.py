@@ -153,6 +153,7 @@ class Scaler:
 
 
 MEMORY = {"scale": torch.ones(8)}
+BY_LAYER = {"first": {"scale": torch.ones(8)}}
 
 
 class Observing(nn.Module):
@@ -170,6 +171,11 @@ class Observing(nn.Module):
             with torch.no_grad():
                 MEMORY["scale"] = 0.9 * MEMORY["scale"] + 0.1 * (x.abs().mean(0) / x.std(0))
             return out
+        if self.kind == "nested":
+            out = self.linear(x / BY_LAYER["first"]["scale"])
+            with torch.no_grad():
+                BY_LAYER["first"]["scale"] = 0.9 * BY_LAYER["first"]["scale"] + 0.1 * (x.abs().mean(0) / x.std(0))
+            return out
         out = self.linear(x / self.scaler.scale)
         self.scaler.observe(x)
         return out
@@ -178,6 +184,7 @@ class Observing(nn.Module):
 def observed(kind: str, reads: bool) -> None:
     torch.manual_seed(0)
     MEMORY["scale"] = torch.ones(8)
+    BY_LAYER["first"]["scale"] = torch.ones(8)
     model = Observing(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -192,7 +199,7 @@ def observed(kind: str, reads: bool) -> None:
             return
 
 
-@pytest.mark.parametrize("kind", ["bound", "written", "global"])
+@pytest.mark.parametrize("kind", ["bound", "written", "global", "nested"])
 def test_what_spoils_it_within_a_call_is_told(guard: Guard, kind: str) -> None:
     run = guard(lambda: observed(kind, reads=True))
     assert run.faults == 0, run.stderr
@@ -203,7 +210,7 @@ def test_what_spoils_it_within_a_call_is_told(guard: Guard, kind: str) -> None:
     assert first.fixes[0].verified
 
 
-@pytest.mark.parametrize("kind", ["bound", "written", "global"])
+@pytest.mark.parametrize("kind", ["bound", "written", "global", "nested"])
 def test_nothing_is_told_before_it_is_read(guard: Guard, kind: str) -> None:
     run = guard(lambda: observed(kind, reads=False))
     assert run.faults == 0, run.stderr
