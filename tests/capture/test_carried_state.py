@@ -85,7 +85,7 @@ class ByName(Bound):
         return self.means["even"] + self.means["odd"]
 
 
-def training(state: Bound, when: str, bad: int = BAD, reads: bool = True) -> None:
+def training(state: Bound, when: str, bad: int = BAD, reads: bool = True, since: int = 0, every: int = 1) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -94,14 +94,15 @@ def training(state: Bound, when: str, bad: int = BAD, reads: bool = True) -> Non
         if step == bad:
             x[:, 3] = 0.0
         loss = model(x / state.read() if reads else x).square().mean()
-        if when == "before backward":
+        place = when if step >= since and step % every == 0 else ""
+        if place == "before backward":
             state.update(x)
         optimizer.zero_grad()
         loss.backward()
-        if when == "behind backward":
+        if place == "behind backward":
             state.update(x)
         optimizer.step()
-        if when == "behind the step":
+        if place == "behind the step":
             state.update(x)
 
 
@@ -127,6 +128,16 @@ def test_what_spoils_it_is_told(
     assert "x.std(0)" in first.location.code
     assert is_after or "It is kept over the steps" in first.explanation
     assert first.fixes[0].verified
+
+
+@pytest.mark.parametrize("when", ["before backward", "behind backward"])
+@pytest.mark.parametrize("kind", [Bound, Written, ByName])
+@pytest.mark.parametrize("since", [10, BAD])
+def test_what_is_first_updated_late_and_seldom(guard: Guard, kind: type[Bound], when: str, since: int) -> None:
+    run = guard(lambda: training(kind(), when, since=since, every=5))
+    assert run.faults == 0, run.stderr
+    (first,) = run.report.incidents
+    assert (first.cause, first.step, first.severity) == ("division-by-zero", BAD, "error")
 
 
 @pytest.mark.parametrize("kind", KINDS)

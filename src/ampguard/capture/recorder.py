@@ -127,6 +127,8 @@ class FlightRecorder:
         """Whether any of these regions was switched on (`enabled=args.amp`)."""
         self._has_root = False
         self._first_root = 0
+        self._behind_backward: int | None = None
+        """The first event behind the backward pass of this step, where what follows is taped though no step needs it."""
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
         self._step_started = time.perf_counter()
@@ -412,8 +414,10 @@ class FlightRecorder:
             or self.log.goes_on_after_backward
             or self.gradients.remade.are_used
             or self.carried.is_behind_backward
-            or self.steps.count < FIRST_STEPS
         ):
+            self.resume_tape()
+        elif self.schedule.tapes_behind_backward(self.steps.count, self.step_seconds):
+            self._behind_backward = self.log.next_index
             self.resume_tape()
 
     # --- optimizer and steps ----------------------------------------------------------------------------------------
@@ -440,7 +444,10 @@ class FlightRecorder:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
         if self.carried.has_asked:
             self.carried.read(wait=True)
-        if self.carried.is_behind_backward and not self.counting:
+        if self._behind_backward is not None:
+            self.schedule.was_behind_backward(self.log.next_index - self._behind_backward)
+        is_taped = self.carried.is_behind_backward or self._behind_backward is not None
+        if is_taped and self.carried.are_any and not self.counting:
             self.carried.look(asks_device=False)
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
@@ -535,10 +542,9 @@ class FlightRecorder:
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not (hangs_together and self.schedule.is_functional)
         self._has_root = False
-        if self.gradients.remade.are_used or self.carried.is_behind_backward:
-            self.log.closed_until = (
-                self.log.next_index
-            )  # gradients that were used are not to be held on to; state is given
+        if self.gradients.remade.are_used or self.carried.is_behind_backward or self._behind_backward is not None:
+            self.log.closed_until = self.log.next_index  # gradients that were used are not held on to; state is given
+        self._behind_backward = None
         if self.live is not None:
             self.live.begin_step()
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)

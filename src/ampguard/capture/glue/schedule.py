@@ -94,6 +94,8 @@ class TapeSchedule:
         self._has_prefix = False
         self._prefix_events = 0
         """How many there were before the first module of the last step in which it was taped."""
+        self._events_behind_backward = 0
+        """How many there were between a backward pass and the update, when that was taped last."""
         self._clears_between_steps = False
         self._tapes_before_clearing = True
         """Whether in a loop that clears its gradients there, what comes before that is taped too."""
@@ -222,10 +224,21 @@ class TapeSchedule:
         self.limit = self.training_limit = MAX_EVENTS
 
     def _is_prefix_cheap(self, steps: int, usual_seconds: float) -> bool:
-        """Whether taping it costs next to nothing, in this loop or because the run has just begun."""
-        seconds = TAPE_ON_SECONDS + self._prefix_events * TAPED_CALL_SECONDS
-        is_new = steps < FIRST_PREFIXES and self._prefix_events <= SHORT_PREFIX
-        return is_new or seconds <= PREFIX_TIME_SHARE * usual_seconds
+        return self._is_cheap(self._prefix_events, steps, usual_seconds)
+
+    def tapes_behind_backward(self, steps: int, usual_seconds: float) -> bool:
+        """Whether to tape what comes between a backward pass and the update though no step has shown to need it: what runs
+        seldom there may write what the script keeps."""
+        return steps < FIRST_STEPS or self._is_cheap(self._events_behind_backward, steps, usual_seconds)
+
+    def was_behind_backward(self, events: int) -> None:
+        """So many were taped there."""
+        self._events_behind_backward = events
+
+    def _is_cheap(self, events: int, steps: int, usual_seconds: float) -> bool:
+        """Whether taping so many costs next to nothing, in this loop or because the run has just begun."""
+        is_new = steps < FIRST_PREFIXES and events <= SHORT_PREFIX
+        return is_new or TAPE_ON_SECONDS + events * TAPED_CALL_SECONDS <= PREFIX_TIME_SHARE * usual_seconds
 
     def comes_next(self, is_last: bool) -> bool:
         """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, that (`is_last`) or any."""
