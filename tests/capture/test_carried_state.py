@@ -285,3 +285,69 @@ def test_figures_that_go_bad_again_and_again_are_looked_into_a_few_times(
     assert run.faults == 0, run.stderr
     assert not run.report.incidents
     assert 1 <= len(looks) <= 10
+
+
+def whitened(least: int, jitter: float, when: str, damps: bool = False) -> list[str]:
+    """A running covariance, factorized in the next step; the script goes on where PyTorch refuses it.
+    The batch of step 12 has `least` rows; `damps`: what is refused is looked at again, after it was made anew."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    covariance, caught = torch.eye(4), []
+    for step in range(16):
+        x = torch.randn(least if step == 12 else 16, 8)
+        residual = model(x) - 1
+        try:
+            factor = torch.linalg.cholesky(covariance + jitter * torch.eye(4) if jitter else covariance)
+        except torch.linalg.LinAlgError as error:
+            caught.append(str(error))
+            if not damps:
+                break
+            factor = covariance = torch.eye(4)
+        loss = torch.linalg.solve_triangular(factor, residual.T, upper=False).square().mean()
+        optimizer.zero_grad()
+        rows = residual.detach()
+        rows = rows - rows.mean(0)
+        if when == "before backward":
+            covariance = 0.9 * covariance + 0.1 * (rows.T @ rows) / (len(rows) - 1)
+        loss.backward()
+        optimizer.step()
+        if when == "behind the step":
+            covariance = 0.9 * covariance + 0.1 * (rows.T @ rows) / (len(rows) - 1)
+    return caught
+
+
+@pytest.mark.parametrize("damps", [False, True])
+@pytest.mark.parametrize("jitter", [0.0, 1e-4])
+@pytest.mark.parametrize("when", ["before backward", "behind the step"])
+def test_an_operator_that_refuses_it_has_read_it(guard: Guard, when: str, jitter: float, damps: bool) -> None:
+    caught: list[str] = []
+    run = guard(lambda: caught.extend(whitened(1, jitter, when, damps)))
+    assert run.faults == 0, run.stderr
+    assert len(caught) == 1
+    (first,) = run.report.incidents
+    step = 12 + (when == "behind the step")
+    assert (first.cause, first.step, first.severity) == ("division-by-zero", step, "error")
+    assert "len(rows) - 1" in first.location.code
+    assert "what fails in step 13 reads it" in first.explanation
+
+
+def test_what_an_operator_refuses_for_another_reason_is_nobodys_business(guard: Guard) -> None:
+    caught: list[str] = []
+
+    def body() -> None:
+        for rows in (torch.randn(16, 4), torch.randn(16, 4), torch.randn(16, 4), torch.randn(2, 4)):
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            try:
+                factor = torch.linalg.cholesky(rows.T @ rows - 1e-3 * torch.eye(4))
+            except torch.linalg.LinAlgError as error:
+                caught.append(str(error))
+                factor = torch.eye(4)
+            model(rows @ factor).sum().backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert len(caught) == 1
+    assert not run.report.incidents

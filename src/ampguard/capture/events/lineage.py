@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by, refs_in, refs_of
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
@@ -50,6 +51,26 @@ def given_to(record: StepRecord, ref: Ref) -> Iterator[Tensor]:
     """The tensors that no recorded event made among those that this one was computed from, back to calls of modules."""
     for event in _way_back(record, ref):
         yield from (held.tensor for held in held_by(event))
+
+
+def bad_operands(record: StepRecord, event: Event | None) -> tuple[Ref, ...]:
+    """What an operator outside modules was given that is not finite now: who made it, or the operator itself where the script
+    holds it. The status of a factorization stands for its result."""
+    if not isinstance(event, GlueOp):
+        return ()
+    makers = ((ref, record.event(ref.event)) for ref in refs_of(event))
+    made = [
+        (Ref(ref.event, output), result())
+        for ref, maker in makers
+        for output, result in enumerate(maker.outputs if maker is not None else ())
+        if output == ref.output or not is_float(record, ref)
+    ]
+    own = [(Ref(event.index, 0), held.tensor) for held in held_by(event)]
+    return tuple(
+        dict.fromkeys(
+            ref for ref, t in (*made, *own) if t is not None and compat.has_values(t) and not is_finite(t.detach())
+        )
+    )
 
 
 def _way_back(record: StepRecord, ref: Ref) -> Iterator[Event]:

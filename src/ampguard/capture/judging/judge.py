@@ -310,13 +310,20 @@ class Judge:
         self.outputs.read_buffers(wait=True)
 
     def refused(self, index: int, error: BaseException) -> None:
-        """An event raised. Of a constant that does not fit a half, or of a module's bad numbers: that is a diagnosis."""
-        is_module = isinstance(self._log.record.event(index), RootCall)
-        if is_conversion_refusal(error) or (is_module and refused_values(error)):
+        """An event raised. Of a constant that does not fit a half, or of a module's bad numbers: that is a diagnosis. Bad numbers
+        that an operator refuses may be state that was spoiled before: a script may go on behind that."""
+        event = self._log.record.event(index)
+        is_module = isinstance(event, RootCall)
+        is_told = is_conversion_refusal(error) or (is_module and bool(refused_values(error)))
+        over = (Ref(index, 0),) if is_told else lineage.bad_operands(self._log.record, event)
+        if is_told:
+            self._told_error = id(error)
+        if over:
             mode: Mode = "train" if torch.is_grad_enabled() else "eval"
             record = self._log.slice()
-            self._told_error = id(error)
-            self._report(BadResult("raised", mode, self._steps.count, record, (Ref(index, 0),), error=error))
+            self._report(
+                BadResult("raised", mode, self._steps.count, record, over, error=error, is_of_state=not is_told)
+            )
 
     # --- suspects ---------------------------------------------------------------------------------------------------
 

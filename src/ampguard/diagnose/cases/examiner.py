@@ -224,8 +224,12 @@ class Examiner:
             self._open(incident, evidence, bad)
 
     def _look_at_state(self, bad: BadResult) -> None:
-        """State of the script's own has gone bad: why is found out now, and told once something has read it."""
+        """State of the script's own has gone bad: why is found out now, and told once something has read it (an operator that
+        raised may have been the first)."""
         states = self._casebook.kept_state.withheld
+        if bad.error is not None:
+            self._tell_withheld(states.take_refused(bad), bad)
+            return
         if (
             self.is_used_up
             or self._recorder.counting

@@ -14,6 +14,8 @@ import msgspec
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.events.lineage import events_behind
+from ampguard.capture.events.operands import held_by
 from ampguard.capture.judging.carried import Place as CodeLine
 from ampguard.capture.judging.carried import place_of
 from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall
@@ -131,6 +133,14 @@ class WithheldStates:
         """What is known of a tensor that has been read now: one of these."""
         if cause not in OF_INFINITIES:
             return None
+        return self._take(next((known for known in self._waiting if self._holds(known, given, bad)), None))
+
+    def take_refused(self, bad: BadResult) -> Withheld | None:
+        """What is known of state that an operator raised over."""
+        made = {i for t in bad.targets if isinstance(t, Ref) for i in events_behind(bad.record, t.event)}
+        behind = [event for index in made if (event := bad.record.event(index)) is not None]
+        results = (ref() for event in behind for ref in event.outputs)
+        given = [*(held.tensor for event in behind for held in held_by(event)), *(t for t in results if t is not None)]
         return self._take(next((known for known in self._waiting if self._holds(known, given, bad)), None))
 
     def take_at(self, place: Place, step: int) -> Withheld | None:
