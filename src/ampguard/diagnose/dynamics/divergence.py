@@ -134,8 +134,9 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
         )
         began = remedies.noticed_at - had_grown if had_grown or is_raised else remedies.began_at
         return told(incident, situation, fall_from(losses, began), None, remedies)
-    if incident.cause in SELDOM and incident.evidence.get("kind") != "nan":
-        return None  # an operand on the domain's edge (a 0 under a logarithm) is no sign of large weights
+    is_of_weights = incident.evidence.get("kind") == "nan" and not (remedies is not None and remedies.fails_before)
+    if incident.cause in SELDOM and not is_of_weights:
+        return None  # an operand on the domain's edge (a 0 under a logarithm), or outside it whatever the weights are
     since: list[WeightSample | None] = [*looks] or [None]
     found = [growth for look in since if (growth := growth_since(look, losses, incident, situation))]
     found = found or since_the_first(losses, incident, situation) or out_of_sight(losses, incident, remedies)
