@@ -74,3 +74,22 @@ def test_weights_that_are_a_function_of_the_sum(optimizer: Any, guard: Guard) ->
 def test_steps_along_the_sum_are_none(optimizer: Any, zeros: bool, guard: Guard) -> None:
     (incident,) = guard(lambda: train(optimizer, zeros)).report.incidents
     assert (incident.cause, incident.step) == ("missing-zero-grad", 1)
+
+
+def test_weights_that_steps_have_thrown_far_off_are_none(guard: Guard) -> None:
+    """The sum is multiplied in each step: the last one is nearly all that the weights are made of."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(40, 3)
+        opt = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in range(6):
+            x: Tensor = torch.randn(16, 40)
+            nn.functional.l1_loss(net(x), x[:, :3]).backward()
+            for p in net.parameters():
+                assert p.grad is not None
+                p.grad.data *= 50.0
+            opt.step()
+
+    (incident,) = guard(body).report.incidents
+    assert (incident.cause, incident.step) == ("missing-zero-grad", 1)
