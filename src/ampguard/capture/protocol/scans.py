@@ -33,6 +33,7 @@ from ampguard.capture.protocol.models import (
 )
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
+from ampguard.capture.protocol.still_frozen import StillFrozen
 from ampguard.capture.protocol.unused import replaced_by_tying, unused_facts
 from ampguard.compat import version_of
 from ampguard.errors import message_of
@@ -78,6 +79,7 @@ class Scans:
         self._versions = compat.by_tensor()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
         self._frozen = FrozenSince(moves)
+        self.still_frozen = StillFrozen(moves, models)
         self._suspected: dict[OptimizerWatch, list[weakref.ref[Tensor]]] = {}
         """Parameters that were suspected of being unused: the optimizer may be gone, and another one train them later."""
         self._leaves = LastingLeaves()
@@ -175,6 +177,7 @@ class Scans:
         if watch.lost_one:  # the routine has known the gradients of others
             self._moves.routine.spoil()
         watch.lost_one = False
+        self.still_frozen.look(watch)
         if watch.steps >= STALE_STEPS and not without:
             self._look_for_moved(watch)
             if is_time_to_look(watch.steps):

@@ -4,7 +4,8 @@ What happens   an optimizer holds them and they want a gradient, but no loss has
                does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design. Or reentrant
                checkpointing is given nothing that wants a gradient (the stem is frozen), and runs its part without a graph.
 Why it hurts   they stay as they were initialised. DistributedDataParallel waits for their gradients, or says that it does.
-               An expert that no token is routed to, a head whose task is never drawn.
+               An expert that no token is routed to, a head whose task is never drawn. Or they are frozen and meant to train:
+               `module.requires_grad = True` changes no parameter, and an optimizer is given frozen ones in the middle of a run.
 Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
 Not this       parameters that are used in some steps only: they had a gradient at least once. Nor those whose gradient the
                script drops between backward and the optimizer's step (`p.grad = None`): frozen for a time, on purpose. A
@@ -39,6 +40,8 @@ HARMLESS = {
 @breach("unused-parameters")
 def unused_parameters(scene: Scene) -> Telling:
     facts, count = scene.facts, len(scene.parameters)
+    if facts.get("is_frozen"):
+        return _still_frozen(scene)
     elements, total = int(facts["elements"]), int(facts["of_elements"])
     share = elements / max(total, 1)
     text = (
@@ -86,6 +89,28 @@ def unused_parameters(scene: Scene) -> Telling:
         evidence={**{key: facts[key] for key in ("steps", "of", "elements", "of_elements", "left_by")}, "share": share},
         module=scene.module,
     )
+
+
+def _still_frozen(scene: Scene) -> Telling:
+    """They were given to the optimizer to be trained, or an attribute of their module says that they are."""
+    facts, owners = scene.facts, scene.owners()
+    where, them = listed(owners), "it" if len(owners) == 1 else "them"
+    text = (
+        f"{len(scene.parameters)} of the {facts['of']} parameters of `{scene.optimizer}` want no gradient and get none: "
+        f"{listed(scene.parameters)}, in {facts['steps']} steps since they were meant to train."
+    )
+    unfreeze = ", ".join(f"{owner}.requires_grad_(True)" for owner in owners[:3])
+    how = f"unfreeze {where}: {unfreeze}"
+    if facts["has_attribute"]:
+        text += (
+            " `requires_grad = True` on a module is an attribute like any other: no parameter hears of it. The method with the "
+            "underscore, `requires_grad_(True)`, is what changes them."
+        )
+    else:
+        text += f" The optimizer was given {them} in the middle of the run, where they were frozen."
+    line = scene.again if scene.again is not None else scene.first
+    evidence = {"steps": facts["steps"], "of": facts["of"], "frozen": True}
+    return Telling(text, line, (order(scene, how, "call-order"),), severity="warning", evidence=evidence, module=scene.module)
 
 
 def _refused(scene: Scene) -> Telling:

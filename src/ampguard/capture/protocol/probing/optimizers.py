@@ -65,6 +65,7 @@ class OptimizerProbe:
         if watch is not None:
             watch.lost_one = watch.steps > 0
             self._bring(optimizer, optimizer.param_groups[-1:], frame)
+            self._witness.scans.still_frozen.joined(optimizer, optimizer.param_groups[-1]["params"], frame)
 
     def _passed_over(self, module: nn.Module, frame: Frame) -> None:
         dropped = self._witness.dropped
