@@ -155,8 +155,10 @@ class Scans:
         held = {id(p) for p in watch.parameters()}
         if not all(id(p) in held for p in watch.sample):  # it was given other tensors: what is known is not about them
             self._moves.machine.feed(Clear(watch))
-        is_idle = self._moves.machine.ledger(watch).idle_steps > 0
-        are_zeros = self._moves.machine.ledger(watch).empty_steps > 0 and _have_zeros(trained)
+        ledger = self._moves.machine.ledger(watch)
+        is_idle = ledger.idle_steps > 0
+        # What no backward pass has ever reached has its gradients from the script: zeros are those of a loss that is 0.
+        are_zeros = 0 < ledger.empty_steps < ledger.steps and _have_zeros(trained)
         without = [p for p in trained if (p.grad is None or is_idle or are_zeros) and not is_empty(p)]
         before, now = watch.without_since, self._moves.attempt
         watch.without_since = {
