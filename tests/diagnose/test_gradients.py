@@ -126,6 +126,22 @@ def backward_incidents(run: Watched) -> list[Incident]:
     return [incident for incident in run.report.incidents if incident.phase == "backward"]
 
 
+def test_values_that_a_rounding_has_made_equal_are_a_singular_point(guard: Guard) -> None:
+    """Beneath bfloat16 layers; the same layers in float32 leave them apart, and the derivative is as it is."""
+
+    def spectrum(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.linalg.eigh(torch.diag(x.float()))[1].pow(3).sum()
+
+    seed_everything()
+    run = guard(step(Computes(spectrum), torch.tensor([1.0, 1.001]), torch.bfloat16))
+    (incident,) = backward_incidents(run)
+    assert (incident.cause, incident.dtype) == ("singular-gradient", "float32"), incident
+    assert "two of its values are equal" in incident.explanation
+    assert "torch.linalg.eigh" in incident.location.code
+    assert incident.fixes[0].verified
+
+
 def test_singular_gradient(case: Case, guard: Guard) -> None:
     seed_everything()
     model = Computes(case.function)

@@ -16,6 +16,7 @@ import torch
 
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.overflow import bounds
+from ampguard.diagnose.causes.singular_gradient import is_of_equal_values
 from ampguard.diagnose.finding import Finding, cause, find_cause
 from ampguard.diagnose.fixes.proposals import precision_fixes, spelled
 from ampguard.diagnose.fixes.singular import operand_fixes
@@ -35,6 +36,8 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
         return _hidden_in_forward(evidence)
     precision = evidence.low_precision_in_use
     assert precision is not None
+    if is_of_equal_values(evidence):
+        return None
     if not evidence.is_finite_in_float32 and evidence.element(evidence.in_float32) is not None:
         return _flushed(evidence, precision)
     limit = largest(precision)

@@ -19,7 +19,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.code import accused
 from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.fixes.proposals import spelled
-from ampguard.diagnose.fixes.singular import operand_fixes, operand_value
+from ampguard.diagnose.fixes.singular import DECOMPOSITIONS, operand_fixes, operand_value
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.locate.chain import Link
 from ampguard.diagnose.locate.rows import empty_rows
@@ -30,9 +30,16 @@ from ampguard.replay.operators import flat_tensors
 def singular_gradient(evidence: GradientEvidence) -> Finding | None:
     if evidence.is_only_the_scale or (evidence.given is not None and not evidence.intended):
         return None
-    if evidence.ran_in_low_precision and evidence.is_finite_in_float32_at_unit_scale:
+    if evidence.ran_in_low_precision and evidence.is_finite_in_float32_at_unit_scale and not is_of_equal_values(evidence):
         return None
     return _hidden(evidence) if evidence.is_hidden else _at_a_singular_point(evidence)
+
+
+def is_of_equal_values(evidence: GradientEvidence) -> bool:
+    """Whether a decomposition, which runs in float32 or more always, is differentiated where two of its values are equal: other
+    roundings part them, those of a wider network among them, and do not make the derivative any better."""
+    forward = evidence.differentiated
+    return forward is not None and forward.short_name in DECOMPOSITIONS - {"linalg_qr"} and not evidence.is_hidden
 
 
 def _hidden(evidence: GradientEvidence) -> Finding:
@@ -94,10 +101,12 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
         f"The step computes with a derivative that is not finite: {of}" if is_used else f"The loss is finite and {of}"
     )
     then = "; " if is_used else ": "
+    by_rounding = evidence.ran_in_low_precision and evidence.is_finite_in_float32_at_unit_scale
+    always = ", because two of its values are equal" if by_rounding else " in any precision"
     where = "in forward mode" if evidence.op.is_tangent else "in the backward pass"
     return Finding(
         "singular-gradient",
-        f"{what} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}{then}{name} {where} "
+        f"{what} {words.place(evidence)} is {spelled(evidence.kind)}{always}{scale}{then}{name} {where} "
         f"makes it from {_operands(evidence)}.",
         weight=50,
         evidence={"operand_value": value},
