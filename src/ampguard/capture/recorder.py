@@ -22,7 +22,7 @@ from ampguard import compat
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.frames import forget_lines, user_line
+from ampguard.capture.frames import MAX_FRAMES, forget_lines, frames_up, locals_of, user_line
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.glue.functions import AppliedFunctions
 from ampguard.capture.glue.preprocessing import uses_computed
@@ -602,7 +602,18 @@ class FlightRecorder:
             record, ref = found
             self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
+    def _is_trial(self, bad: BadResult) -> bool:
+        """Whether an optimizer that is in the middle of a step has only looked at a point, without gradients (a line search):
+        one that is not finite is given up, and what is not shows in the training."""
+        optimizer = self._in_update
+        if optimizer is None or bad.mode != "eval" or bad.error is not None:
+            return False
+        codes = (frame for frame in frames_up(sys._getframe(1), MAX_FRAMES) if frame.f_code.co_name == "step")
+        return any(locals_of(f).get((*f.f_code.co_varnames, "")[0]) is optimizer for f in codes)
+
     def _report(self, bad: BadResult) -> None:
+        if self._is_trial(bad):
+            return
         if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()  # what came before it
         if self.gradients.by_hand.waiting is not None:
