@@ -526,3 +526,32 @@ def test_update_inside_a_window_is_the_place(guard: Guard) -> None:
 
     incident = guard(body).first
     assert (incident.cause, incident.location.code) == ("accumulation-broken", "scaler.update(scaler.get_scale() / 2)")
+
+
+@pytest.mark.parametrize("since", [12, 30])
+def test_an_optimizer_that_joins_late_is_told_of_its_first_step(guard: Guard, since: int) -> None:
+    """A probe that is trained beside a model from some iteration on, by the same scaler and a loss that nobody scales."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model, probe = nn.Linear(8, 8), nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        probe_optimizer = torch.optim.SGD(probe.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(40):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                features = model(x)
+            scaler.scale(features.float().square().mean()).backward()
+            scaler.step(optimizer)
+            if step >= since:
+                probe_optimizer.zero_grad()
+                nn.functional.cross_entropy(probe(features.detach().float()), torch.randint(4, (16,))).backward()
+                scaler.step(probe_optimizer)
+            scaler.update()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("unscaled-backward", since)

@@ -283,6 +283,7 @@ class Moves:
         watch.stepped = False
         self.unscaled_inside = self.differentiated_inside = False
         self.attempt = self.recorder.steps.count
+        self._attempts = self.recorder.steps.attempts
         self.stepping = (of, watch, script_line(frame))
         self._step_frame = frame
         if self.machine.stage(watch) is Stage.SCALED:
@@ -295,6 +296,7 @@ class Moves:
         assert self.stepping is not None
         of, watch, where = self.stepping
         self.stepping = None
+        self._see_if_joined()
         watch.steps += 1
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
@@ -335,6 +337,12 @@ class Moves:
         if not of.is_enabled and not self.scales and self.recorder.between_steps:
             self.routine.iteration_ended(not self.looks_closely)  # its update does nothing
         return of, watch
+
+    def _see_if_joined(self) -> None:
+        """An optimizer has stepped: it may have joined, and belong to the iteration that another one seemed to have ended."""
+        steps = self.recorder.steps
+        if steps.attempts > self._attempts and steps.count - steps.is_over < self.attempt:
+            self.attempt -= 1
 
     def before_update(self, of: ScalerWatch) -> None:
         """Keep the scale: gradients are about that carry it."""
@@ -388,9 +396,7 @@ class Moves:
         """It has stepped."""
         watch = self.watches.optimizer(optimizer)
         self.is_lost = False
-        steps = self.recorder.steps
-        if steps.attempts > self._attempts and steps.count - steps.is_over < self.attempt:
-            self.attempt -= 1  # it has joined, and belongs to the iteration that another one seemed to have ended
+        self._see_if_joined()
         watch.steps += 1
         watch.taken += 1
         found_inf = None
