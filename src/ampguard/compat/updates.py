@@ -32,6 +32,12 @@ def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
 
 
+def module_registration_hook() -> Callable[[Callable[..., None]], Any] | None:
+    """`register_module_module_registration_hook`, global to all modules: called before one becomes a part of another."""
+    module = sys.modules[torch.nn.Module.__module__]
+    return getattr(module, "register_module_module_registration_hook", None)
+
+
 def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks around its step are called: not in a wrapper whose `__init__` does not call PyTorch's."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")

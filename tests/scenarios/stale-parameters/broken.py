@@ -29,10 +29,10 @@ def loss_of(model):
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model.head = nn.Linear(16, 5)
+model.head = nn.Linear(16, 5)  # <- here
 for step in range(6):
     x, y = batch()
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()  # <- here
+    optimizer.step()

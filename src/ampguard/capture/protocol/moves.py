@@ -26,6 +26,7 @@ from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.loss_scale import DeviceScale, SquaredScale
 from ampguard.capture.protocol.norms import Norms
 from ampguard.capture.protocol.penalties import Penalties
+from ampguard.capture.protocol.put_in import PutIn
 from ampguard.capture.protocol.refusals import Refusals
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
@@ -78,6 +79,7 @@ class Moves:
         self.refusals = Refusals(self)
         self.second_looks = SecondLooks(self)
         self.usual_backward = UsualBackward(self)
+        self.put_in = PutIn(lambda: self.watches.optimizers)
         self.attempt = 0
         """The iteration of the last attempted step."""
         self._attempts = 0
@@ -488,7 +490,9 @@ class Moves:
         if breach.cause != "missing-zero-grad" or "in_all" not in breach.facts or not isinstance(watch, OptimizerWatch):
             return False
         if watch.sums_on_purpose is None:
-            optimizer = watch.ref()  # (PyTorch's own add each step up: what grows fast enough alone looks like a function of it)
+            optimizer = (
+                watch.ref()
+            )  # (PyTorch's own add each step up: what grows fast enough alone looks like a function of it)
             is_own = optimizer is None or not compat.is_of_pytorch(type(optimizer))
             watch.sums_on_purpose = is_own and meant_sums.are_meant(watch.parameters())
         return watch.sums_on_purpose

@@ -357,6 +357,7 @@ class Scans:
             "of": len(watch.parameters()),
             "is_midway": watch.first_step is not None and since > watch.first_step,
             "since": since,
+            "put_at": self._moves.put_in.line_of(others) if not (flat or copied) else None,
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
 

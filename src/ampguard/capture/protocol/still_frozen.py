@@ -72,9 +72,9 @@ class StillFrozen:
                 known.append(_Meant(refs, watch.steps, self._moves.attempt, module=weakref.ref(module)))
         for meant in [meant for meant in known if watch.steps - meant.since_step >= ENOUGH_STEPS]:
             known.remove(meant)
-            module, left = meant.module() if meant.module is not None else None, meant.left()
+            left, says_so = meant.left(), meant.module is None or _says_so(meant.module())
             is_news = any(id(p) not in self._told for p in left)
-            if is_news and is_frozen(left) and (meant.module is None or _says_so(module)):
+            if is_news and says_so and is_frozen(left):
                 self._told |= set(map(id, left))
                 self._tell(watch, meant, left)
 
@@ -85,14 +85,21 @@ class StillFrozen:
             return
         for module in {id(part): part for root, _ in self._models.roots() for part in root.modules()}.values():
             if _says_so(module):
-                own = list(module.parameters())
+                own: list[Tensor] = [*module.parameters()]
                 if is_frozen(own) and any(id(p) in frozen for p in own):
                     yield module, own
 
     def _tell(self, watch: OptimizerWatch, meant: _Meant, left: list[Tensor]) -> None:
         ledger = self._moves.machine.ledger(watch)
-        facts: dict[str, Any] = {"parameters": left, "of": len(watch.parameters()), "steps": watch.steps - meant.since_step}
-        facts |= {"is_frozen": True, "has_attribute": meant.module is not None or any(map(_says_so, self._owners(left)))}
+        facts: dict[str, Any] = {
+            "parameters": left,
+            "of": len(watch.parameters()),
+            "steps": watch.steps - meant.since_step,
+        }
+        facts |= {
+            "is_frozen": True,
+            "has_attribute": meant.module is not None or any(map(_says_so, self._owners(left))),
+        }
         where = meant.joined_at or ledger.stepped_at
         self._moves.tell([Breach("unused-parameters", watch, None, watch.created, where, None, facts)], meant.iteration)
 

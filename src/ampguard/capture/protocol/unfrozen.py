@@ -16,6 +16,7 @@ from ampguard import compat
 from ampguard.capture.protocol.built_from import BuiltFrom
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.put_in import PutIn
 from ampguard.capture.protocol.watches import Watches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.compat import version_of
@@ -38,6 +39,7 @@ class Moves(Protocol):
     watches: Watches
     attempt: int
     told_untrained: set[int]
+    put_in: PutIn
 
     def tell(self, breaches: list[Breach], step: int) -> None: ...
 
@@ -161,6 +163,8 @@ class Unfrozen:
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": left, "unfrozen": True, "of": len(watch.parameters()), "since": since}
         facts["added"] = not any(id(p) in self._there for p in left) if self._there is not None else False
+        if facts["added"]:
+            facts["put_at"] = self._moves.put_in.line_of(left)
         if self._is_early:
             facts |= {"early": True, "added": all(id(p) in self._put_in for p in left)}
         self._moves.tell(

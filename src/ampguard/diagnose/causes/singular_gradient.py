@@ -30,7 +30,11 @@ from ampguard.replay.operators import flat_tensors
 def singular_gradient(evidence: GradientEvidence) -> Finding | None:
     if evidence.is_only_the_scale or (evidence.given is not None and not evidence.intended):
         return None
-    if evidence.ran_in_low_precision and evidence.is_finite_in_float32_at_unit_scale and not is_of_equal_values(evidence):
+    if (
+        evidence.ran_in_low_precision
+        and evidence.is_finite_in_float32_at_unit_scale
+        and not is_of_equal_values(evidence)
+    ):
         return None
     return _hidden(evidence) if evidence.is_hidden else _at_a_singular_point(evidence)
 

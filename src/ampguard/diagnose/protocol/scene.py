@@ -180,9 +180,14 @@ def at(line: Line | None) -> str:
     """ "train.py:88 (`scaler.unscale_(opt_d)`)"."""
     if line is None:
         return "an unknown line"
+    code = line.location().code
+    return f"{place_of(line)} (`{code}`)" if code else place_of(line)
+
+
+def place_of(line: Line) -> str:
+    """ "train.py:88"."""
     place = line.location()
-    name = place.file.rsplit("/", 1)[-1]
-    return f"{name}:{place.line} (`{place.code}`)" if place.code else f"{name}:{place.line}"
+    return f"{place.file.rsplit('/', 1)[-1]}:{place.line}"
 
 
 def statement(line: Line | None) -> str:

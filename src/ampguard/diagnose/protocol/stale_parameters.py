@@ -16,7 +16,7 @@ Not this       flat buffers whose gradients are views of one buffer as well: the
 from __future__ import annotations
 
 from ampguard.diagnose.protocol.framework import build_instead
-from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.scene import Scene, at, listed, place_of
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -36,6 +36,9 @@ def _how_it_came(scene: Scene) -> str:
         return (
             "The forward pass goes through a copy of the model (copy.deepcopy, AveragedModel): that one is trained now."
         )
+    put = scene.facts.get("put_at")
+    if put is not None:
+        return f"{listed(scene.owners())} came into the model here, after the optimizer was built."
     if scene.facts.get("plain"):
         return "These weights were made anew, copied or moved after the optimizer was built."
     return (
@@ -96,17 +99,23 @@ def stale_parameters(scene: Scene) -> Telling:
             how = f"build {name} after its tensors have got their last values and place{built}, from those"
         is_midway = bool(scene.facts.get("is_midway")) and not scene.facts.get("copied")
         if is_midway:
+            put = scene.facts.get("put_at")
+            there = f"behind {place_of(put)}" if put is not None else "there"
             how = (
-                f"they were made anew in the middle of the run: build {name} anew there{built}, or write the new values into the "
-                f"tensors that it holds (p.data.copy_(...))"
+                f"they were made anew in the middle of the run: build {name} anew {there}{built}, or write the new values "
+                f"into the tensors that it holds (p.data.copy_(...))"
             )
         framework = build_instead(scene) if not is_midway else None
         fix = order(scene, f"{framework}; or {how}" if framework else how, "rebuild-optimizer")
+    put, line = scene.facts.get("put_at"), scene.again if scene.again is not None else scene.first
+    if put is not None and not flat:
+        why += f" `{name}` steps at {at(line)}." if line is not None else ""
+        line = put
     refused = ' PyTorch says "No inf checks were recorded".' if scene.facts.get("refused") else " No error comes of it."
     shapes = [list(shape) for shape in lost[:8]]
     return Telling(
         f"The optimizer `{name}` does not hold the tensors that are trained: {why}{refused}",
-        scene.again if scene.again is not None else scene.first,
+        line,
         (fix,),
         evidence={"flat_buffers": flat, "lost_shapes": shapes, "lost_count": len(lost)},
         module=scene.module,
@@ -135,11 +144,15 @@ def _unfrozen(scene: Scene) -> Telling:
     done = "added" if added else "unfrozen"
     are = f"{listed(owners)} {'is' if len(owners) == 1 else 'are'} {done}"
     how = f'where {are}: {name}.add_param_group({{"params": {group}}})'
+    put = scene.facts.get("put_at")
+    if put is not None:
+        stepped = scene.again if scene.again is not None else scene.first
+        text += f" `{name}` steps at {at(stepped)}." if stepped is not None else ""
     if early:
         how = f"build {name} after {are}, from the parameters that want a gradient then"
     fix = order(scene, how, "rebuild-optimizer")
     evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "unfrozen": True}
-    line = scene.again if scene.again is not None else scene.first
+    line = put if put is not None else scene.again if scene.again is not None else scene.first
     return Telling(text, line, (fix,), severity="warning", evidence=evidence, module=scene.module)
 
 

@@ -110,7 +110,9 @@ def _still_frozen(scene: Scene) -> Telling:
         text += f" The optimizer was given {them} in the middle of the run, where they were frozen."
     line = scene.again if scene.again is not None else scene.first
     evidence = {"steps": facts["steps"], "of": facts["of"], "frozen": True}
-    return Telling(text, line, (order(scene, how, "call-order"),), severity="warning", evidence=evidence, module=scene.module)
+    return Telling(
+        text, line, (order(scene, how, "call-order"),), severity="warning", evidence=evidence, module=scene.module
+    )
 
 
 def _refused(scene: Scene) -> Telling:

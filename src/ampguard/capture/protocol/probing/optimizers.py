@@ -39,12 +39,18 @@ class OptimizerProbe:
         replace, noting = witness.patches.replace, witness.noting
         add_before, add_after = compat.optimizer_step_hooks()
         witness.handles += [add_before(self._before_step), add_after(self._after_step)]
+        on_registration = compat.module_registration_hook()
+        if on_registration is not None:
+            witness.handles.append(on_registration(self._registered))
         replace(Optimizer, "__init__", noting(after=self._made))
         replace(Optimizer, "zero_grad", self._watch_clear)
         replace(Optimizer, "load_state_dict", noting(after=self._loaded))
         replace(Optimizer, "add_param_group", noting(after=self._joined))
         replace(nn.Module, "register_parameter", self._watch_register)
         replace(nn.Module, "zero_grad", self._watch_module_clear)
+
+    def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        self._witness.guarded(self._witness.moves.put_in.registered, module, sys._getframe(1))
 
     def _made(self, frame: Frame, optimizer: Optimizer, *_: Any) -> None:
         self._witness.moves.created(optimizer, frame)

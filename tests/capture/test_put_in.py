@@ -1,0 +1,54 @@
+"""The line at which a layer came into a model, where no optimizer holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+Guard = Callable[..., Any]
+
+
+def grown(old: nn.Linear, width: int) -> nn.Sequential:
+    head = nn.Sequential()
+    head.add_module("fc", nn.Linear(old.in_features, width))
+    return head
+
+
+def trained(how: str, step_of_change: int, helper: bool = False) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(8, 16))
+    model.add_module("head", nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if step_of_change < 0:
+        model.head = nn.Linear(16, 5)  # changed
+    for step in range(24):
+        if step == step_of_change:
+            if how == "attribute":
+                model.head = grown(model.head, 5) if helper else nn.Linear(16, 5)  # changed
+            elif how == "index":
+                model[-1] = nn.Linear(16, 5)  # changed
+            elif how == "added":
+                model.add_module("last", nn.Linear(4, 5))  # changed
+        optimizer.zero_grad()
+        out = model(torch.randn(16, 8))
+        nn.functional.cross_entropy(out, torch.randint(4, (16,))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "step_of_change", "helper"),
+    [("attribute", 8, False), ("attribute", 8, True), ("index", 8, False), ("added", 8, False), ("attribute", -1, False)],
+)
+def test_it_is_the_line_of_the_failure(guard: Guard, how: str, step_of_change: int, helper: bool) -> None:
+    run = guard(lambda: trained(how, step_of_change, helper))
+    assert run.faults == 0, run.stderr
+    (incident,) = (i for i in run.report.incidents if i.cause == "stale-parameters")
+    assert incident.step == max(step_of_change, 0)
+    assert incident.location.code.endswith("# changed") or "nn.Linear" in incident.location.code, incident.location
+    assert incident.location.function == "trained"
+    assert "optimizer.step()" in incident.explanation
