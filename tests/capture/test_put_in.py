@@ -42,7 +42,13 @@ def trained(how: str, step_of_change: int, helper: bool = False) -> None:
 
 @pytest.mark.parametrize(
     ("how", "step_of_change", "helper"),
-    [("attribute", 8, False), ("attribute", 8, True), ("index", 8, False), ("added", 8, False), ("attribute", -1, False)],
+    [
+        ("attribute", 8, False),
+        ("attribute", 8, True),
+        ("index", 8, False),
+        ("added", 8, False),
+        ("attribute", -1, False),
+    ],
 )
 def test_it_is_the_line_of_the_failure(guard: Guard, how: str, step_of_change: int, helper: bool) -> None:
     run = guard(lambda: trained(how, step_of_change, helper))
