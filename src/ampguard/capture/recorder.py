@@ -366,13 +366,24 @@ class FlightRecorder:
             return None
         if self.carried.has_asked:
             self.carried.read(wait=False)
-        if not create_graph:
+        if not create_graph and inputs is not None and self._is_by_no_weight(inputs):
+            self.judge.judge_beside(losses)
+        elif not create_graph:
             if not self.judge.is_healthy(losses):
                 self.judge.judge_losses(losses)
             elif self.carried.are_any:
                 self.carried.look()
             self.carried.spoiled.clear()
         return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
+
+    def _is_by_no_weight(self, inputs: Any) -> bool:
+        """Whether all that something is differentiated by are tensors of the script's own, where optimizers hold the weights:
+        positions of a sampler, an image that is attacked."""
+        if self.steps.counts_backwards:
+            return False
+        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        are_own = all(type(t) is Tensor and t.is_leaf for t in inputs)
+        return are_own and not any(self.steps.is_held(t) for t in inputs)
 
     def gradients_cleared(self, of: int | None) -> None:
         """`zero_grad` is called: of an optimizer (by identity), or of a module (None)."""

@@ -83,6 +83,11 @@ class StepCounter:
             return False
         return not (self._ever or self._created)
 
+    def is_held(self, tensor: object) -> bool:
+        """Whether a known optimizer holds it."""
+        groups = (group for optimizer in self._ever | self._created for group in optimizer.param_groups)
+        return any(p is tensor for group in groups for p in group["params"])
+
     @property
     def yet_to_step(self) -> list[Optimizer]:
         """Optimizers that were made and have not stepped."""

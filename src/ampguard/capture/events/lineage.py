@@ -89,6 +89,13 @@ def _way_back(record: StepRecord, ref: Ref) -> Iterator[Event]:
             stack.extend(record.writers.get(index, ()))  # rows that were written into it
 
 
+def is_of_training_calls(record: StepRecord, ref: Ref) -> bool:
+    """Whether a number was computed, without gradients, from calls of modules that train and were made with gradients."""
+    events = (record.event(index) for index in events_behind(record, ref.event))
+    roots = [event for event in events if isinstance(event, RootCall) and not event.is_function]
+    return bool(roots) and all(root.modes.grad and root.training for root in roots)
+
+
 def is_figure_beside(record: StepRecord, ref: Ref) -> bool:
     """Whether a number went bad on a way of its own, beside differentiated losses that it shares its roots with.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.flags import FiniteFlag
+from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.graph_captures import GraphReplay
 from ampguard.capture.judging import figures, undifferentiated
@@ -80,6 +80,8 @@ class Judge:
         """Losses of a device that are yet to be judged."""
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
+        self._beside: BadResult | None = None
+        """What is bad in a step of training and may lead nowhere: a trial that is given up. The next loss tells."""
         self._questioned = Questioned()
         self._told_error: int | None = None
         """`id` of the error that the last operator or module raised because of its numbers."""
@@ -104,6 +106,7 @@ class Judge:
         factor = factor_of(loss)
         self.last_scale = 1.0 if factor == 1.0 and self.own_scale.present is None else self._own_scale(factor)
         self.losses.append(value / self.last_scale)
+        self._beside = None
         self._differentiated_at = self._steps.attempts
         self._healthy.append(weakref.ref(loss))
         self.last_good_step, self.attempts_when_good = self._steps.count, self._steps.attempts
@@ -112,6 +115,7 @@ class Judge:
     def judge_losses(self, losses: Sequence[Tensor]) -> None:
         """Judge what is about to be differentiated."""
         self._note(losses)
+        self._beside = None
         if losses and all(any(known() is loss for known in self._judged_losses) for loss in losses):
             return  # differentiated before, with retain_graph
         self._judged_losses = [weakref.ref(loss) for loss in losses]
@@ -160,6 +164,12 @@ class Judge:
         self.passes_given_up, self.has_thrown_away = passes, 0
         self._steps.skipped_by_script(is_for_bad_numbers)
         self._log.iteration_start = self._log.closed_until
+
+    def judge_beside(self, losses: Sequence[Tensor]) -> None:
+        """Look at what is differentiated by what is no weight (an energy by positions, in the middle of a step)."""
+        if self._beside is None and all(map(is_immediate, losses)) and not all(map(is_finite, losses)):
+            made = [self._log.lookup(loss) or Held(loss, version_of(loss)) for loss in losses]
+            self._beside = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(made))
 
     def judge_replayed(self, losses: Sequence[Tensor], replay: GraphReplay) -> None:
         """Judge what the replay of a CUDA graph has differentiated. It is never waited for: that would leave the device idle.
@@ -260,6 +270,9 @@ class Judge:
         if mode == "train" and isinstance(value, bool):
             self._questioned.note(record, ref)
         bad = self._bad("loss", mode, (ref,))
+        if mode == "eval" and lineage.is_of_training_calls(record, ref):
+            self._beside = self._beside or bad  # (a loss that is thrown away for it is found by itself)
+            return
         if may_be_figure and value == value and lineage.is_of_calls_before(record, ref, self._log.closed_until):
             bad = dataclasses.replace(bad, may_be_meant="array")  # the range of masked scores, say
         self.suspects.append(bad)
@@ -378,7 +391,17 @@ class Judge:
         self.outputs.read_buffers(wait=True)
         self.outputs.read(wait=True)
         self._suspect_discarded_losses(None)
+        self._suspect_last_beside()
         self.settle_all()
+
+    def _suspect_last_beside(self) -> None:
+        """What may lead nowhere has led to the end of the script: no module was called any more."""
+        bad, self._beside = self._beside, None
+        if bad is None or self.suspects:
+            return
+        last = max((target.event for target in bad.targets if isinstance(target, Ref)), default=self._log.next_index)
+        if not any(isinstance(event, RootCall) for event in self._log.latest(last + 1)):
+            self.suspects.append(bad)
 
     def _suspect_locals(self, error: Exception) -> None:
         """The script raised: was one of the tensors that it had at hand computed in this step, and bad?"""

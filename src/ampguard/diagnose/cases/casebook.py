@@ -221,6 +221,12 @@ class Casebook:
 
     def count(self, case: Case, bad: BadResult, calls: frozenset[int]) -> None:
         """A failure is one more of `case`, or another result of the same calls."""
+        if (
+            "range_test" in case.incident.evidence
+            and bad.step > case.incident.step
+            and case.incident.severity == "info"
+        ):
+            self.retell(case, msgspec.structs.replace(case.incident, severity="error"))  # the weights were not restored
         is_same = bad.kind == "buffer" or bool(case.calls & calls)
         case.calls = calls or case.calls
         self._note_targets(case, bad)

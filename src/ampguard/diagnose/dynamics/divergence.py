@@ -31,6 +31,7 @@ from ampguard.diagnose.dynamics.proportion import (
     ordinary_norm,
     usual_ratio,
 )
+from ampguard.diagnose.dynamics.range_test import as_a_test
 from ampguard.diagnose.dynamics.remedies import LEFT_RANGE, Remedies, try_remedies
 from ampguard.diagnose.dynamics.thrown import thrown_away, with_smaller_updates
 from ampguard.diagnose.dynamics.trajectory import is_number
@@ -64,6 +65,12 @@ def divergence(situation: Situation) -> Incident | None:
     incident = situation.failure
     if incident is None or incident.cause not in ENDS | SELDOM:
         return None
+    answer = _end_of(incident, situation)
+    told = as_a_test(answer or incident, situation)
+    return answer if told is incident else told
+
+
+def _end_of(incident: Incident, situation: Situation) -> Incident | None:
     if incident.mode != "train":
         return in_evaluation(incident, situation)
     rise = rise_of(situation.trajectory)
