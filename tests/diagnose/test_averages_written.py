@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from watching import fingerprint
 
 from ampguard.capture.glue import schedule
-from ampguard.capture.judging import carried
+from ampguard.capture.judging import leaving_lines
 
 Guard = Callable[..., Any]
 BAD = 12
@@ -68,7 +68,7 @@ def test_what_it_may_take_is_bounded(guard: Guard, monkeypatch: pytest.MonkeyPat
     """Once nothing more is free, what is written is not taped; the evaluation tells, and who has written it."""
     monkeypatch.setattr(schedule, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(schedule, "GLUE_TIME_SHARE", 0.0)
-    monkeypatch.setattr(carried, "ASK_EVERY", 1)
+    monkeypatch.setattr(leaving_lines, "ASK_EVERY", 1)
     run = guard(train)
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.mode) == ("nonfinite-parameter", "eval")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampguard.capture.judging.carried import LARGEST
+from ampguard.capture.judging.leaving_lines import LARGEST
 
 Guard = Callable[..., Any]
 

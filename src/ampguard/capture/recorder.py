@@ -424,7 +424,7 @@ class FlightRecorder:
             has_ended is False
             or self.log.goes_on_after_backward
             or self.gradients.remade.are_used
-            or self.carried.is_behind_backward
+            or self.carried.leaving.is_behind_backward
         ):
             self.resume_tape()
         elif self.schedule.tapes_behind_backward(self.steps.count, self.step_seconds):
@@ -457,7 +457,7 @@ class FlightRecorder:
             self.carried.read(wait=True)
         if self._behind_backward is not None:
             self.schedule.was_behind_backward(self.log.next_index - self._behind_backward)
-        is_taped = self.carried.is_behind_backward or self._behind_backward is not None
+        is_taped = self.carried.leaving.is_behind_backward or self._behind_backward is not None
         if is_taped and self.carried.are_any and not self.counting:
             self.carried.look(asks_device=False)
         if self.steps.count < FIRST_STEPS and not self.counting:
@@ -547,13 +547,17 @@ class FlightRecorder:
             events, writers = self.log.record.events, self.log.producers.writers
             used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
             used = used or self.log.ahead.is_usual or self.schedule.keeps_for_weights
-            self.schedule.prefix_was(used, writes_state=self.carried.is_between_steps)
+            self.schedule.prefix_was(used, writes_state=self.carried.leaving.is_between_steps)
             self.preprocessing.wonder()
         self.preprocessing.cleared_at = -1
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not (hangs_together and self.schedule.is_functional)
         self._has_root = False
-        if self.gradients.remade.are_used or self.carried.is_behind_backward or self._behind_backward is not None:
+        if (
+            self.gradients.remade.are_used
+            or self.carried.leaving.is_behind_backward
+            or self._behind_backward is not None
+        ):
             self.log.closed_until = self.log.next_index  # gradients that were used are not held on to; state is given
         self._behind_backward = None
         if self.live is not None:

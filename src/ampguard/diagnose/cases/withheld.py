@@ -16,8 +16,8 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.events.lineage import events_behind
 from ampguard.capture.events.operands import held_by
-from ampguard.capture.judging.carried import Place as CodeLine
-from ampguard.capture.judging.carried import place_of
+from ampguard.capture.judging.leaving_lines import Place as CodeLine
+from ampguard.capture.judging.leaving_lines import place_of
 from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases.case import Case, Place
