@@ -24,6 +24,7 @@ from ampguard.diagnose.locate.contributions import contributing, reached_by
 from ampguard.diagnose.locate.joined import older_beside
 from ampguard.diagnose.locate.lineage import logdet_around
 from ampguard.numerics import NAN, NEG_INF, POS_INF
+from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
@@ -34,6 +35,7 @@ VISITS_PER_OP = 8
 MAX_ELDERS = 4
 GRADIENTS_BEFORE = 64
 """Bad results of a backward pass before some memory was asked for, of which one of its shape is looked for."""
+LOGARITHMS = frozenset({"log", "log2", "log10"})
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
 BLOCK, MAX_BLOCKS = 1 << 20, 16
@@ -245,8 +247,8 @@ def _explore(trace: Trace, start: Link, seen: set[Place]) -> Chain | None:
         visits_of[way, link.op.index] += 1
         steps = _steps_back(trace, link)
         if not steps:
-            chain = Chain(links, intended=makes_infinity_on_purpose(link))
-            best, fallback = _ranked(best, fallback, chain)
+            is_meant = makes_infinity_on_purpose(link) or is_mask_in_log_space(trace, links)
+            best, fallback = _ranked(best, fallback, Chain(links, intended=is_meant))
         for number, step in enumerate(steps):
             if isinstance(step, Given):
                 chain = Chain(links, given=step, intended=_is_meant(step, start.op.in_backward))
@@ -448,3 +450,20 @@ def makes_infinity_on_purpose(link: Link) -> bool:
         return False
     wanted = math.inf if link.kind == POS_INF else -math.inf
     return any(scalar == wanted for scalar in link.op.scalars)
+
+
+def is_mask_in_log_space(trace: Trace, links: Sequence[Link]) -> bool:
+    """Whether the chain begins at the logarithm of zeros and ones (`scores + mask.float().log()`) and a softmax makes NaN of it:
+    a row without a one has no key. (The logarithm of a probability that is 0 is no mask, which it may look like elsewhere.)"""
+    head = links[-1].op
+    if head.short_name not in LOGARITHMS or links[-1].kind != NEG_INF or not head.inputs:
+        return False
+    made = next((link for link in reversed(links) if link.kind != NEG_INF), None)
+    if made is None or "softmax" not in made.op.short_name:
+        return False
+    by = head.inputs[0].made_by
+    maker = trace.ops[by[0]] if by is not None else None
+    if maker is not None and maker.short_name == "_to_copy" and maker.inputs and maker.inputs[0].dtype == torch.bool:
+        return True
+    values = flat_tensors(head.args, {})[:1] if head.args is not None else []
+    return any(bool(((v == 0) | (v == 1)).all()) for v in values)
