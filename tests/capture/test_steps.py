@@ -132,6 +132,19 @@ def test_first_step_ends_no_iteration_before_the_second_optimizer_has_stepped() 
     assert steps.attempted(b)
 
 
+@pytest.mark.parametrize("since", [1, 3, 40, None])
+@pytest.mark.parametrize("used", ["ab", "abc", "aab"])
+def test_an_iteration_begins_where_the_loop_does_whoever_is_yet_to_come(used: str, since: int | None) -> None:
+    """Another optimizer was made with those that step, and steps from some iteration on, or never."""
+    made = dict(zip("abcz", optimizers(4), strict=True))
+    steps = counter([made[letter] for letter in sorted({*used, "z"})])
+    for step in range(60):
+        if step >= 4 and (since is None or not since <= step < since + 16):  # (it may turn out to belong to a longer one)
+            assert steps.count == step
+        for letter in used + ("z" if since is not None and step >= since else ""):
+            steps.attempted(made[letter])
+
+
 def test_optimizer_that_is_never_used_is_not_waited_for() -> None:
     used, unused = optimizers(2)
     steps = counter([used, unused])

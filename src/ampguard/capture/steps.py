@@ -39,6 +39,8 @@ class StepCounter:
         self._ever: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """In the running iteration."""
+        self._rounds: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How often each of them has."""
         self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """In those that may turn out to be a part of it."""
         self._repeats = 0
@@ -203,51 +205,73 @@ class StepCounter:
         repeated = optimizer in self._stepped
         self._stepped.add(optimizer)
         waiting = [o for o in self._in_use if o not in self._stepped]
+        self._rounds[optimizer] = self._rounds.get(optimizer, 0) + 1
         if not repeated:
             self._patience[optimizer] = max(self._repeats, self._patience.get(optimizer, 0))
         elif waiting:
             self._repeats += 1
             if self._repeats > max(self._patience.get(o, 0) for o in waiting):
-                self._do_without(waiting)
-                return []
+                return self._do_without(waiting, optimizer)
         return waiting
 
-    def _do_without(self, waiting: Iterable[Optimizer]) -> None:
-        """These are no longer waited for: each repeat was the end of an iteration."""
+    def _do_without(self, waiting: Iterable[Optimizer], repeated: Optimizer) -> list[Optimizer]:
+        """These are no longer waited for: each time that this one stepped again, an iteration had ended. Returned are those that
+        are yet to step in the one that has begun now."""
         for optimizer in waiting:
             self._in_use.discard(optimizer)
-        self.count += self._repeats + self._taken_back + self._has_more
-        self._provisional = self._repeats
+        ended = self._rounds.get(repeated, 1) - 1
+        self.count += ended + self._taken_back + self._has_more
+        self._provisional = ended
         self._taken_back = 0
         self._before.clear()
         self._before.update(self._stepped)
+        in_turn = [o for o in self._in_use if self._rounds.get(o, 0) > ended]
+        if len(in_turn) < len(self._in_use):
+            self._begin(in_turn)
+        return [o for o in self._in_use if o not in self._stepped]
+
+    def _note_stepped(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._stepped.add(optimizer)
+            self._rounds.setdefault(optimizer, 1)
+
+    def _begin(self, stepped: Iterable[Optimizer] = ()) -> None:
+        """An iteration begins, in which these have stepped once."""
+        self._stepped.clear()
+        self._rounds.clear()
+        self._note_stepped(stepped)
+        self._repeats = 0
+        self._has_more = False
 
     def _join(self, optimizer: Optimizer) -> None:
         """This one is in use (again): a few iterations counted without it were part of the running one."""
         born = self._born.get(optimizer, 0)
         others = [o for o in self._in_use if o is not optimizer and o in self._ever]
+        goes_round = len(others) > 1 and self._provisional > 1  # it comes late to a loop that does
+        comes_late = goes_round and optimizer not in self._ever
         self._in_use.add(optimizer)
         self._ever.add(optimizer)
         if others and all(self._last.get(o, 0) <= born for o in others):  # made when they were done
             if 0 < self.backwards == self._answered:  # for the same gradients: the iteration had not ended yet
                 if not self._stepped:
                     self.count -= 1
-                    self._stepped.update(others)
+                    self._note_stepped(others)
                 return
             # a new phase
             for other in others:
                 self._in_use.discard(other)
-            self._stepped.clear()
-            self._provisional = self._repeats = self._taken_back = 0
+            self._begin()
+            self._provisional = self._taken_back = 0
             return
-        if self._stepped or not self._before:
+        is_recent = 0 < self._provisional <= LONGEST_TURN and not comes_late
+        is_amid = bool(self._stepped)
+        if not self._before or (is_amid and not is_recent):
             return
-        is_recent = 0 < self._provisional <= LONGEST_TURN
         self._joined = weakref.ref(optimizer)
         self._taken_back = self._provisional if is_recent else min(1, self.count)
         self.count -= self._taken_back
-        self._repeats = self._taken_back - 1 if is_recent else 0
-        self._stepped.update(o for o in self._before if o is not optimizer)
+        self._repeats = self._taken_back - (not is_amid) if is_recent else 0
+        self._note_stepped(o for o in self._before if o is not optimizer)
         self._provisional = 0
 
     @property
@@ -264,9 +288,7 @@ class StepCounter:
         else:
             self._before.clear()
         self._before.update(self._stepped)
-        self._stepped.clear()
-        self._repeats = 0
-        self._has_more = False
+        self._begin()
 
     def _end_short_way(self) -> None:
         only = self._only() if self._only is not None else None
