@@ -116,6 +116,7 @@ class Loop:
         self.scaler.update()
 
     def _look(self) -> None:
+        self.recorder.tape.leave()  # it may be on behind a backward pass; whoever looks into the record takes it off first
         self.calls.append(sum(type(e) is TapedCall for e in self.recorder.log.record.events))
         if self.keeps_record or len(self.calls) >= STEPS:
             self.record = self.recorder.log.slice()

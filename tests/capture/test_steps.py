@@ -139,7 +139,9 @@ def test_an_iteration_begins_where_the_loop_does_whoever_is_yet_to_come(used: st
     made = dict(zip("abcz", optimizers(4), strict=True))
     steps = counter([made[letter] for letter in sorted({*used, "z"})])
     for step in range(60):
-        if step >= 4 and (since is None or not since <= step < since + 16):  # (it may turn out to belong to a longer one)
+        if step >= 4 and (
+            since is None or not since <= step < since + 16
+        ):  # (it may turn out to belong to a longer one)
             assert steps.count == step
         for letter in used + ("z" if since is not None and step >= since else ""):
             steps.attempted(made[letter])

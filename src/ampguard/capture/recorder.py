@@ -379,7 +379,7 @@ class FlightRecorder:
     def _is_by_no_weight(self, inputs: Any) -> bool:
         """Whether all that something is differentiated by are tensors of the script's own, where optimizers hold the weights:
         positions of a sampler, an image that is attacked."""
-        if self.steps.counts_backwards:
+        if self.steps.counts_backwards or in_functorch():
             return False
         inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         are_own = all(type(t) is Tensor and t.is_leaf for t in inputs)
@@ -429,7 +429,7 @@ class FlightRecorder:
             self.resume_tape()
         elif self.schedule.tapes_behind_backward(self.steps.count, self.step_seconds):
             self._behind_backward = self.log.next_index
-            self.resume_tape()
+            self.resume_tape(is_behind_backward=True)
 
     # --- optimizer and steps ----------------------------------------------------------------------------------------
 
@@ -584,11 +584,12 @@ class FlightRecorder:
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
 
-    def resume_tape(self) -> None:
+    def resume_tape(self, is_behind_backward: bool = False) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
         if self.turns.thread == threading.get_ident() and not self.paused:
             self.tapes_training = True
-            self.tape.enter(self.schedule.left_for_training(self.log))
+            enter = self.tape.enter_behind_backward if is_behind_backward else self.tape.enter
+            enter(self.schedule.left_for_training(self.log))
 
     # --- other threads ------------------------------------------------------------------------------------------------
 

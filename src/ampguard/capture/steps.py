@@ -15,8 +15,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.passes import Passes
 
 LONGEST_TURN = 8
@@ -85,10 +87,11 @@ class StepCounter:
             return False
         return not (self._ever or self._created)
 
-    def is_held(self, tensor: object) -> bool:
-        """Whether a known optimizer holds it."""
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a known optimizer holds it, or what shares its memory (`p.detach()`)."""
         groups = (group for optimizer in self._ever | self._created for group in optimizer.param_groups)
-        return any(p is tensor for group in groups for p in group["params"])
+        key = compat.storage_key(tensor)
+        return any(p is tensor or compat.storage_key(p) == key != 0 for group in groups for p in group["params"])
 
     @property
     def yet_to_step(self) -> list[Optimizer]:

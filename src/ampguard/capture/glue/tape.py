@@ -100,6 +100,8 @@ class GlueTape(compat.DispatchMode):
         """True inside a compiled training step: Dynamo's state of dispatch and a mode that comes or goes there do not agree."""
         self.is_of_calls = False
         """Whether calls come by, not operators."""
+        self._depth = 0
+        """How many modes of functions were on when the tape was put on last, in steps whose calls are kept."""
         self._stays_off = False
         """Whether the script runs a compiled function whose calls are not seen, and which calls us."""
         self._has_met_modes = False
@@ -134,10 +136,11 @@ class GlueTape(compat.DispatchMode):
         ):
             self.left = limit
             self.is_on_stack = True
+            depth = self._depth = compat.function_modes_on() if self.keeps_calls else 0
             self.is_of_calls = (
                 self.keeps_calls
                 and torch.is_grad_enabled()  # in evaluation a kept call would hold on to its operands for as long as it is kept
-                and (not (depth := compat.function_modes_on()) or compat.may_lie_below(depth))
+                and (not depth or compat.may_lie_below(depth))
                 and self._may_keep_calls()
             )
             if self.is_of_calls:
@@ -148,6 +151,12 @@ class GlueTape(compat.DispatchMode):
                 self._inference = torch.is_inference_mode_enabled()
                 self._taped.barrier.own_modes = 1
                 self.begin()
+
+    def enter_behind_backward(self, limit: int) -> None:
+        """The same as a backward pass returns. A mode of the script's that is on is off the stack there, as long as PyTorch runs
+        what it was asked about: what was put on then would lie beneath it."""
+        if not self.keeps_calls or compat.function_modes_on() == self._depth:
+            self.enter(limit)
 
     def _may_keep_calls(self) -> bool:
         self._entries += 1

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard import compat
+from ampguard.capture.events.lineage import events_behind
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.record import Line, RootCall
+from ampguard.capture.record import GlueOp, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.hand_updates import HandUpdates
 from ampguard.capture.sampling.keeper import StretchKeeper
@@ -77,11 +79,36 @@ class Situations:
         situation.running = [(incident.step, loss) for loss in running]
         stretch = self._keeper.with_running_step() if self._replays_left else None
         self._replays_left -= stretch is not None
-        situation.whose = whose = diverging(situation, len(self._keeper.turns))
+        whose = diverging(situation, len(self._keeper.turns))
+        if whose is not None:
+            owners = self._owners_behind(incident)
+            whose = whose if not owners or any(o is whose for o in owners) else owners[0]
+        situation.whose = whose
         if whose is not None:
             situation.trajectory = self._trajectory.of(whose)
         situation.stretch = StretchReplay(stretch, self._recorder, whose) if stretch is not None else None
         return situation
+
+    def _owners_behind(self, incident: Incident) -> list[Optimizer]:
+        """Of a failure outside modules, the optimizers of the weights from whose results it was computed. None where that is not
+        known: a policy's loss fails by a weight that critics have given each sample."""
+        record, place = self._recorder.log.record, incident.location
+        if place is None or incident.module is not None:
+            return []
+        glue = [event for event in record.events if isinstance(event, GlueOp) and event.line is not None]
+        at = {
+            e.index for e in glue if e.line is not None and e.line.number == place.line and e.line.location() == place
+        }
+        makers = at & {e.index for e in glue if _is_called(e, incident.op)} or at
+        behind = {index for event in makers for index in events_behind(record, event)}
+        roots = [e for index in behind if isinstance(e := record.event(index), RootCall) and not e.is_function]
+        memory = {compat.storage_key(p) for root in roots for p in root.module.parameters()} - {0}
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return [
+            o
+            for o in optimizers
+            if any(compat.storage_key(p) in memory for group in o.param_groups for p in group["params"])
+        ]
 
     def _name_of(self, parameter: Tensor) -> str | None:
         """A parameter's name, looked up once: where no recent call tells it, every object has to be asked."""
@@ -96,3 +123,9 @@ class Situations:
         """The highest learning rate in use."""
         rates = [rate_of_optimizer(optimizer) for ref in self._optimizers if (optimizer := ref()) is not None]
         return max(rates, default=0.0)
+
+
+def _is_called(event: GlueOp, op: str | None) -> bool:
+    """Whether an operator, or a call that is kept in its place (`torch.exp`), goes by this name ("aten.exp.default")."""
+    name = getattr(getattr(event.func, "overloadpacket", event.func), "__name__", "")
+    return op is not None and name.strip("_") == op.removeprefix("aten.").partition(".")[0].strip("_")
