@@ -63,7 +63,7 @@ MORE_RANGE = frozenset(["force-fp32", "use-bf16", "disable-amp"])
 @cause("divergence", asked=("failure",))
 def divergence(situation: Situation) -> Incident | None:
     incident = situation.failure
-    if incident is None or incident.cause not in ENDS | SELDOM:
+    if incident is None or incident.cause not in ENDS | SELDOM or situation.rests_on_others:
         return None
     answer = _end_of(incident, situation)
     told = as_a_test(answer or incident, situation)

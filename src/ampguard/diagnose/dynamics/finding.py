@@ -46,6 +46,8 @@ class Situation:
     """The running iteration with each finite loss that it has differentiated so far."""
     whose: Optimizer | None = None
     """Of several optimizers the one whose losses `trajectory` holds: it is told as that which diverged."""
+    rests_on_others: bool = False
+    """Whether the number that failed was computed from the weights of other optimizers alone."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
     remedies: dict[bool, Remedies] = field(default_factory=dict)

@@ -82,7 +82,7 @@ class Situations:
         whose = diverging(situation, len(self._keeper.turns))
         if whose is not None:
             owners = self._owners_behind(incident)
-            whose = whose if not owners or any(o is whose for o in owners) else owners[0]
+            situation.rests_on_others = bool(owners) and not any(o is whose for o in owners)
         situation.whose = whose
         if whose is not None:
             situation.trajectory = self._trajectory.of(whose)
@@ -90,8 +90,8 @@ class Situations:
         return situation
 
     def _owners_behind(self, incident: Incident) -> list[Optimizer]:
-        """Of a failure outside modules, the optimizers of the weights from whose results it was computed. None where that is not
-        known: a policy's loss fails by a weight that critics have given each sample."""
+        """Of a failure outside modules, the optimizers of the weights from whose results it was computed, where that is known.
+        A policy's loss may fail by a weight that critics have given each sample."""
         record, place = self._recorder.log.record, incident.location
         if place is None or incident.module is not None:
             return []
