@@ -166,6 +166,26 @@ def test_a_precision_of_nothing_is_a_note(guard: Guard) -> None:
     assert run.report.status == "clean"
 
 
+def means_of_classes(logits: Tensor, target: Tensor, number: int) -> dict[int, float]:
+    losses = functional.cross_entropy(logits, target, reduction="none")
+    return {c: losses[target == c].mean().item() for c in range(CLASSES)}
+
+
+def mean_of_the_last_class(logits: Tensor, target: Tensor, number: int) -> float:
+    losses = functional.cross_entropy(logits, target, reduction="none")
+    return losses[target == CLASSES - 1].mean().item()
+
+
+@pytest.mark.parametrize(("read", "severity"), [(means_of_classes, "info"), (mean_of_the_last_class, "error")])
+def test_the_mean_of_a_class_that_did_not_come_is_a_note(guard: Guard, read: Callable[..., Any], severity: str) -> None:
+    """Where it is one of several, of parts of one result; the same of a single part is a figure that is wrong."""
+    run = guard(Run(read))
+    assert run.faults == 0, run.stderr
+    assert [(i.cause, i.severity, i.mode) for i in run.report.incidents] == [("empty-reduction", severity, "eval")]
+    assert run.first.location is not None
+    assert "].mean().item()" in run.first.location.code
+
+
 def mean_of_known(number: int, wrong: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, int], Any]:
     """A mean over batches, one of which has no target that is known, kept by a metric that leaves NaN out."""
     metric = pytest.importorskip("torchmetrics").MeanMetric(nan_strategy="ignore")

@@ -14,7 +14,7 @@ from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.glue.preprocessing import MOVES
 from ampguard.capture.protocol.script_lines import is_script_code
-from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
+from ampguard.capture.record import GlueOp, Held, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
 
 LARGEST = 1 << 18
@@ -25,6 +25,10 @@ MOST_EVENTS = 512
 
 SPREADS = frozenset({"repeat", "expand", "tile"})
 """Operators by which a number becomes an array: a batch's loss, once for each of its samples."""
+
+
+SELECTIONS = frozenset({"index", "__getitem__", "masked_select"})
+"""Operators, and calls that are kept in their place, that choose elements by a mask."""
 
 
 class Figures:
@@ -93,3 +97,41 @@ def is_spread(record: StepRecord, ref: Ref) -> bool:
         if name in MOVES:
             waiting += [behind.event for behind in refs_of(event)]
     return False
+
+
+def is_of_groups(record: StepRecord, ref: Ref) -> bool:
+    """Whether a figure is of those elements of a result that a mask has chosen, and the same line has chosen others of it as
+    well: the mean of each class, of which one may not have come."""
+    selection, on = _selection_behind(record, ref)
+    if selection is None or selection.line is None:
+        return False
+    place = selection.line.code, selection.line.number
+    others = (
+        event
+        for event in record.events
+        if isinstance(event, GlueOp) and event.line is not None and (event.line.code, event.line.number) == place
+    )
+    return any(e is not selection and _is_selection(e) and _base_of(e) == on for e in others)
+
+
+def _selection_behind(record: StepRecord, ref: Ref) -> tuple[GlueOp | None, object]:
+    """The operator that has chosen what a figure was computed from, and out of what."""
+    event = record.event(ref.event)
+    for _ in range(8):
+        if not isinstance(event, GlueOp):
+            break
+        if _is_selection(event):
+            return event, _base_of(event)
+        behind = refs_of(event)
+        event = record.event(behind[0].event) if behind else None
+    return None, None
+
+
+def _is_selection(event: GlueOp) -> bool:
+    name = getattr(getattr(event.func, "overloadpacket", event.func), "__name__", "")
+    return name in SELECTIONS and len(event.args) > 1
+
+
+def _base_of(event: GlueOp) -> object:
+    base = event.args[0]
+    return (base.event, base.output) if isinstance(base, Ref) else id(base.tensor) if isinstance(base, Held) else None

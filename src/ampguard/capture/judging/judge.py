@@ -365,12 +365,20 @@ class Judge:
         self._questioned.clear()
         behind = lineage.events_behind_losses(suspects)
         for bad in suspects:
+            if bad.kind == "loss" and bad.mode == "eval" and not bad.may_be_meant:
+                bad = self._as_one_of_groups(bad)
             if bad.kind == "output" and all(isinstance(t, Ref) and t.event in behind for t in bad.targets):
                 continue  # a teacher's: the loss that was made from it is told
             if bad.mode == "train":
                 self.bad_loss_step = bad.step
                 self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
+
+    def _as_one_of_groups(self, bad: BadResult) -> BadResult:
+        """A figure of an evaluation: one of several, of parts of one result of which some may well be empty, is like a count."""
+        refs = [target for target in bad.targets if isinstance(target, Ref)]
+        is_one = bool(refs) and all(figures.is_of_groups(self._log.record, ref) for ref in refs)
+        return dataclasses.replace(bad, may_be_meant="count") if is_one else bad
 
     def settle_before_write(self, written: Iterable[Tensor]) -> None:
         """Weights or buffers are about to be overwritten: what may have come from them is told while they are as they were."""
