@@ -18,7 +18,7 @@ from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall, Sa
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.root_calls.trees import tensors_in
 from ampguard.diagnose.cases.case import Case
-from ampguard.diagnose.cases.withheld import WithheldStates, is_part_of
+from ampguard.diagnose.cases.withheld import WithheldStates, bound_in, is_part_of
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.named_arguments import named_leaves
 from ampguard.numerics import is_finite
@@ -41,6 +41,8 @@ class KeptState:
         self._case: Case | None = None
         self._finite: set[Reading] = set()
         self._written: list[tuple[weakref.ref[Tensor], Case]] = []
+        self._bound: list[tuple[dict[str, Any], str, Case]] = []
+        """Buffers and attributes that a call which failed has bound to what is bad: in which dictionary, and their names."""
         self.withheld = WithheldStates(recorder)
 
     def note_written(self, evidence: Evidence, case: Case) -> None:
@@ -60,6 +62,9 @@ class KeptState:
         if bad.mode != "train" or bad.kind not in ("loss", "gradient") or case.incident.severity == "info":
             return
         self._case = case
+        self._bound += [
+            (owner, name, case) for owner, name, before in bound_in(bad) if _is_spoiled(owner, name, before)
+        ]
         self._finite = {reading for reading, held in _read_in(bad.record.events) if is_finite(held.value.detach())}
 
     def explains(self, cause: str, bad: BadResult, evidence: Evidence) -> Case | None:
@@ -68,13 +73,21 @@ class KeptState:
         if cause in ("nonfinite-parameter", "nonfinite-input"):
             given = evidence.given_by_script
             case = next((case for ref, case in self._written if any(is_part_of(t, ref()) for t in given)), None)
-            case = case or self.withheld.told_of(given, bad)
+            case = case or self.withheld.told_of(given, bad) or self._bound_by(given, bad)
         if case is None and cause == "nonfinite-input" and self._has_gone_bad(bad, evidence):
             case = self._case
         if case is not None:
             case.consequences += 1
             case.last_step = bad.step
         return case
+
+    def _bound_by(self, given: list[Tensor], bad: BadResult) -> Case | None:
+        """The failure whose call has bound what a later one was given, or what that was made from since."""
+        for owner, name, before in bound_in(bad) if self._bound else ():
+            if any(before is tensor for tensor in given):
+                known = (case for place, key, case in self._bound if place is owner and key == name)
+                return next(known, None)
+        return None
 
     def _has_gone_bad(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether bad data were finite in the failing step right before, and are no batch."""
@@ -88,6 +101,14 @@ class KeptState:
         batches = self._recorder.preprocessing.batch_before, self._recorder.preprocessing.last_batch
         live = [value for ref in _refs_in(batches) if (value := ref()) is not None]
         return any(tensor is given for value in live for tensor in tensors_in(value))
+
+
+def _is_spoiled(owner: dict[str, Any], name: str, before: Any) -> bool:
+    """Whether a name stands for another tensor than before a call, and for one that is not finite."""
+    now = owner.get(name)
+    if not isinstance(now, Tensor) or not isinstance(before, Tensor) or now is before:
+        return False
+    return is_finite(before.detach()) and not is_finite(now.detach())
 
 
 def _has_spoiled(saved: SavedBuffer) -> bool:

@@ -64,7 +64,7 @@ class Withheld:
                 self.lines.add(place_of(event.line))
         spoiled = [target.tensor for target in bad.targets if isinstance(target, Held)]
         self.state += map(weakref.ref, spoiled)
-        for owner, name, _ in _bound_in(bad):
+        for owner, name, _ in bound_in(bad):
             if any(owner.get(name) is tensor for tensor in spoiled):
                 self.names.append((owner, name))
 
@@ -172,7 +172,7 @@ class WithheldStates:
         yield from (ref() for ref in withheld.state)
         yield from self._recorder.carried.left_bad_by(withheld.lines)
         for owner, name in withheld.names:
-            bound = [value for place, key, value in _bound_in(bad) if place is owner and key == name]
+            bound = [value for place, key, value in bound_in(bad) if place is owner and key == name]
             yield from (value for value in (owner.get(name), *bound) if isinstance(value, Tensor))
 
 
@@ -197,7 +197,7 @@ def _made(bad: BadResult) -> list[tuple[Event, int]]:
     return [(event, output) for event, output in made if event is not None and output < len(event.outputs)]
 
 
-def _bound_in(bad: BadResult) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def bound_in(bad: BadResult) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """The names that calls of its step have bound anew, and what they stood for before."""
     for event in bad.record.events:
         if isinstance(event, RootCall):

@@ -260,12 +260,15 @@ def _explore(trace: Trace, start: Link, seen: set[Place]) -> Chain | None:
 
 
 def _ranked(best: Chain | None, fallback: Chain | None, new: Chain) -> tuple[Chain | None, Chain | None]:
-    """The two chains to keep: the earliest beginning so far, and the best of those that began on purpose."""
+    """The two chains to keep: the earliest beginning so far, and of those that began on purpose that of which something else
+    became first."""
     if not new.intended:
         return (new if best is None or new.head.op.index < best.head.op.index else best), fallback
-    if fallback is None or (fallback.conversion() is None and new.conversion() is not None):
+    if fallback is None:
         return best, new
-    return best, fallback
+    known, found = fallback.conversion(), new.conversion()
+    is_earlier = known is not None and found is not None and found.op.index < known.op.index
+    return best, new if is_earlier or (known is None and found is not None) else fallback
 
 
 def _is_meant(given: Given, is_of_gradients: bool) -> bool:
