@@ -1,4 +1,4 @@
-"""Running figures that a module binds anew in the very call that fails for them: what reads them later is no failure of its own."""
+"""Running figures that a module binds anew in the very call that fails for them: what reads them later is no new failure."""
 
 from __future__ import annotations
 

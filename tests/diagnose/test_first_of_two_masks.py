@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.diagnose.locate.slicing import _ranked
+from ampguard.numerics import NAN, NEG_INF
 
 Guard = Callable[..., Any]
 
@@ -59,3 +64,22 @@ def test_the_first_is_told(guard: Guard, trains: bool) -> None:
     run = guard(lambda: run_through(trains))
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.step, run.first.module) == ("masked-softmax", 4, "encoder")
+
+
+def masked_at(index: int) -> Chain:
+    """Masked by one operator, made NaN by the next."""
+    mask, softmax = (
+        SimpleNamespace(index=i, short_name=name) for i, name in ((index, "fill"), (index + 1, "_softmax"))
+    )
+    links: list[Any] = [Link(softmax, 0, None, NAN), Link(mask, 0, None, NEG_INF)]  # type: ignore[arg-type]
+    return Chain(links, intended=True)
+
+
+def test_of_two_ways_back_the_earlier_one_is_kept() -> None:
+    first, second = masked_at(3), masked_at(20)
+    for chains in ((first, second), (second, first)):
+        best, fallback = None, None
+        for chain in chains:
+            best, fallback = _ranked(best, fallback, chain)
+        assert best is None
+        assert fallback is first
