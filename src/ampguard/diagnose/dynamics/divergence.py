@@ -5,7 +5,9 @@ What happens   every update overshoots: the loss climbs, the gradients grow with
 Why it hurts   no precision cures it: bfloat16 and float32 only take longer to overflow.
 Instead        a smaller learning rate or a warm-up; torch.nn.utils.clip_grad_norm_ before the optimizer's step (after
                scaler.unscale_); look at what was changed or which batches came where the growth began.
-Not this       values that outgrow float16 while the loss is healthy: see fp16-overflow. A single bad batch.
+Not this       values that outgrow float16 while the loss is healthy: see fp16-overflow. A single bad batch. A learning-rate
+               range test, which raises the rate until the loss is of no use: told as info, unless training goes on with
+               those weights.
 """
 
 from __future__ import annotations

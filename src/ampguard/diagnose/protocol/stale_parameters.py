@@ -9,6 +9,7 @@ Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler
                Layers that were frozen, and so left out of the optimizer, and that are unfrozen later, and layers that are
                added later: they never learn. Nor do a learned temperature or the weights of a loss that nobody gave to an
                optimizer, nor layers in a plain Python list, which parameters() does not see (nn.ModuleList).
+               The line that is named is the one that put the layer in, where it was seen.
 Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
 Not this       flat buffers whose gradients are views of one buffer as well: they are healthy.
 """
