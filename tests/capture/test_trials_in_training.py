@@ -109,3 +109,42 @@ def test_one_that_is_accepted_is_told(guard: Guard) -> None:
     assert run.first.step == 4
     assert run.first.severity == "error"
     assert ".exp()" in run.first.location.code or "force" in run.first.location.code, run.first.location
+
+
+def dreamt(refused: list[int], asks: bool) -> None:
+    """An input that a trained model likes best; the script asks whether each trial is a number (or only shows it)."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    x, size = torch.zeros(1, 4), 1e4
+
+    def liked(at: Tensor) -> Tensor:
+        return model(at).sum() - at.exp().sum()
+
+    for _ in range(12):
+        x = x.detach().requires_grad_(True)
+        value = liked(x)
+        (slope,) = torch.autograd.grad(value, x)
+        with torch.no_grad():
+            trial = liked(x - size * slope)
+        if not asks:
+            print(trial.item())
+        elif torch.isfinite(trial) and trial > value:
+            x = x.detach() - size * slope
+            continue
+        refused.append(not math.isfinite(float(trial)) if not asks else 1)
+        size /= 8
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_trial_that_the_script_asks_about_is_no_failure(guard: Guard, asks: bool) -> None:
+    refused: list[int] = []
+    run = guard(lambda: dreamt(refused, asks))
+    assert run.faults == 0, run.stderr
+    assert any(refused)
+    assert bool(run.report.incidents) is not asks, run.stderr

@@ -82,6 +82,8 @@ class Judge:
         """Events before it were searched for losses that were thrown away."""
         self._beside: BadResult | None = None
         """What is bad in a step of training and may lead nowhere: a trial that is given up. The next loss tells."""
+        self._tried_at: int | None = None
+        """Optimizer steps that had been attempted when something was last differentiated by what is no weight."""
         self._questioned = Questioned()
         self._told_error: int | None = None
         """`id` of the error that the last operator or module raised because of its numbers."""
@@ -167,6 +169,7 @@ class Judge:
 
     def judge_beside(self, losses: Sequence[Tensor]) -> None:
         """Look at what is differentiated by what is no weight (an energy by positions, in the middle of a step)."""
+        self._tried_at = self._steps.attempts
         if self._beside is None and all(map(is_immediate, losses)) and not all(map(is_finite, losses)):
             made = [self._log.lookup(loss) or Held(loss, version_of(loss)) for loss in losses]
             self._beside = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(made))
@@ -270,7 +273,8 @@ class Judge:
         if mode == "train" and isinstance(value, bool):
             self._questioned.note(record, ref)
         bad = self._bad("loss", mode, (ref,))
-        if mode == "eval" and lineage.is_of_training_calls(record, ref):
+        is_asked_of_a_trial = isinstance(value, bool) and self._tried_at == self._steps.attempts
+        if mode == "eval" and (is_asked_of_a_trial or lineage.is_of_training_calls(record, ref)):
             self._beside = self._beside or bad  # (a loss that is thrown away for it is found by itself)
             return
         if may_be_figure and value == value and lineage.is_of_calls_before(record, ref, self._log.closed_until):
