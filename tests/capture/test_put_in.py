@@ -32,6 +32,10 @@ def trained(how: str, step_of_change: int, helper: bool = False) -> None:
                 model.head = grown(model.head, 5) if helper else nn.Linear(16, 5)  # changed
             elif how == "index":
                 model[-1] = nn.Linear(16, 5)  # changed
+            elif how == "weight":
+                model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # changed
+            elif how == "normed":
+                nn.utils.parametrizations.weight_norm(model.head)  # changed
             elif how == "added":
                 model.add_module("last", nn.Linear(4, 5))  # changed
         optimizer.zero_grad()
@@ -47,6 +51,8 @@ def trained(how: str, step_of_change: int, helper: bool = False) -> None:
         ("attribute", 8, True),
         ("index", 8, False),
         ("added", 8, False),
+        ("weight", 8, False),
+        ("normed", 8, False),
         ("attribute", -1, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where layers were put into models while optimizers were there already: the line to blame if nobody holds their weights."""
+"""Where layers and weights were put into models while optimizers were there already: the line to blame if nobody holds them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Line
 
 MOST = 1024
-"""Layers that are remembered: the last ones. What is replaced in the middle of a run was told of long before."""
+"""Of these are remembered: the last ones. What is replaced in the middle of a run was told of long before."""
 
 
 class PutIn:
-    """Hears of every module that becomes a part of another one."""
+    """Hears of every module and every parameter that becomes a part of a module."""
 
     def __init__(self, is_wanted: Callable[[], Any]) -> None:
         self._is_wanted = is_wanted
-        self._put: deque[tuple[weakref.ref[nn.Module], Line | None]] = deque(maxlen=MOST)
+        self._put: deque[tuple[weakref.ref[nn.Module | Tensor], Line | None]] = deque(maxlen=MOST)
 
-    def registered(self, module: nn.Module | None, frame: FrameType) -> None:
-        """A module is about to become a part of another one."""
-        if module is not None and self._is_wanted():
-            self._put.append((weakref.ref(module), script_line(frame)))
+    def registered(self, part: nn.Module | Tensor | None, frame: FrameType) -> None:
+        """It is about to become a part of a module."""
+        if part is not None and self._is_wanted():
+            self._put.append((weakref.ref(part), script_line(frame)))
 
     def line_of(self, parameters: Iterable[Tensor]) -> Line | None:
-        """Where the last of those modules that hold any of these was put in its place: what they hang in altogether."""
+        """Where the last of these, or of the modules that hold any of them, was put in its place: in what they all hang."""
         wanted = set(map(id, parameters))
         for ref, line in reversed(self._put):
-            module = ref()
-            if module is not None and any(id(p) in wanted for p in module.parameters()):
+            part = ref()
+            inside = part.parameters() if isinstance(part, nn.Module) else (part,)
+            if any(id(p) in wanted for p in inside if p is not None):
                 return line
         return None

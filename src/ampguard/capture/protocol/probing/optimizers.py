@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard import compat
@@ -202,6 +202,7 @@ class OptimizerProbe:
 
     def _watch_register(self, original: Call) -> Call:
         watches, built = self._witness.moves.watches, self._witness.unfrozen.built
+        put_in = self._witness.moves.put_in
         guarded = self._witness.guarded
 
         @functools.wraps(original)
@@ -209,7 +210,11 @@ class OptimizerProbe:
             for watch in watches.optimizers:  # a layer is made while others train: perhaps it replaces one
                 watch.lost_one = watch.steps > 0
             original(module, *args, **kwargs)
-            if built.is_open and watches.optimizers:
-                guarded(built.registered, kwargs.get("param", args[-1] if args else None))
+            if watches.optimizers:
+                parameter = kwargs.get("param", args[-1] if args else None)
+                if isinstance(parameter, Tensor):
+                    guarded(put_in.registered, parameter, sys._getframe(1))
+                if built.is_open:
+                    guarded(built.registered, parameter)
 
         return register_parameter
