@@ -351,3 +351,61 @@ def test_what_an_operator_refuses_for_another_reason_is_nobodys_business(guard: 
     assert run.faults == 0, run.stderr
     assert len(caught) == 1
     assert not run.report.incidents
+
+
+class Adjusted(nn.Module):
+    """Adds to its scores, in evaluation, the logarithm of how often each class came in the last epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.counts: Tensor
+        self.prior: Tensor
+        self.register_buffer("counts", torch.zeros(3))
+        self.register_buffer("prior", torch.zeros(3))
+
+    @torch.no_grad()
+    def observe(self, target: Tensor) -> None:
+        self.counts += torch.bincount(target, minlength=3)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        self.prior.copy_((self.counts / self.counts.sum()).log())
+        self.counts.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x)
+        return scores if self.training else scores - self.prior
+
+
+def adjusted(bad_epoch: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Adjusted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found = []
+    for epoch in range(8):
+        model.train()
+        for _ in range(10):
+            target = torch.randint(2 if epoch == bad_epoch else 3, (16,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(16, 8)), target).backward()
+            optimizer.step()
+            model.observe(target)
+        model.refresh()
+        model.eval()
+        with torch.no_grad():
+            logs = [model(torch.randn(16, 8)).log_softmax(1)[:, 0].mean().item() for _ in range(2)]
+        found.append(sum(logs))
+    return found
+
+
+def test_what_an_epoch_leaves_to_its_evaluation_is_followed(guard: Guard) -> None:
+    """Written once in many steps, before the gradients are cleared, and forgotten by the evaluation that comes right behind."""
+    run = guard(lambda: adjusted(5))
+    assert run.faults == 0, run.stderr
+    assert run.result[5] != run.result[5]
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("domain-error", "error")
+    assert incident.step in (59, 60)
+    assert "self.prior.copy_" in incident.location.code
+    assert incident.fixes[0].verified

@@ -80,6 +80,10 @@ class LeavingLines:
         """What the last step has left, if it was seen."""
         self._met = 0
         """Lines that had been met when the last iteration ended: one that runs seldom is seen when it does."""
+        self._early: list[_Left] = []
+        """What this step may leave of before its first module, where lines were met that had not been: an evaluation may come
+        first, and what was done before it is forgotten."""
+        self._met_early = 0
         self.is_behind_backward = False
         """Whether state is written between a backward pass and the optimizer's step, and that is taped."""
         self.is_between_steps = False
@@ -91,7 +95,7 @@ class LeavingLines:
         """Nothing more is learned; only these lines are still followed."""
         kept = set(keep)
         self.lines = {place: leaving for place, leaving in self.lines.items() if place in kept}
-        self._left = []
+        self._left, self._early = [], []
         self.is_between_steps &= bool(self.lines)
         self.is_behind_backward &= bool(self.lines)
 
@@ -114,9 +118,15 @@ class LeavingLines:
         met, self._met = self._met, lines_met()
         if step < FIRST_STEPS or step % LEARN_EVERY - LEARN_EVERY // 2 in (0, 1) or self._met > met:
             self._left = list(self._left_by(first_root))
+        known = {left.index for left in self._left}
+        self._left += [left for left in self._early if left.index not in known]
+        self._early = []
 
     def step_begins(self) -> None:
         """The first module of a step is called."""
+        if lines_met() > self._met_early:
+            self._met_early = lines_met()
+            self._early = list(self._left_by(self._log.next_index))
         if any(left.is_between_steps for left in self._left):
             read, given = self._read_before_first_module()
             for left in self._left:  # (alive it may be as a variable of the script's that is not bound anew yet)

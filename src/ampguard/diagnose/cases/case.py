@@ -43,6 +43,8 @@ class Case:
     """Of gradients: whether the script itself cleared them each time, and made no update with them."""
     is_replaced: bool = False
     """Of gradients: it made the update with finite ones in their place."""
+    is_of_state: bool = False
+    """Whether it spoiled state: what reads that, training or evaluation, may be followed to where it began."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
     optimizer: weakref.ref[Any] | None = None

@@ -167,7 +167,8 @@ class Casebook:
             is_news = bad.has_ended_run or bad.is_past_scaler or bad.is_replaced or is_no_scales_doing
             if is_news and case.incident.severity == "info":
                 continue  # it was normal then
-            if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
+            is_of_mode = case.incident.mode == bad.mode or bad.kind == "buffer" or case.is_of_state
+            if case.place == place and is_of_mode:
                 self.count(case, bad, calls)
                 self.further.led_to(bad, case)
                 return True

@@ -267,6 +267,7 @@ class Examiner:
             return False
         self._open(withheld.told_of(bad), withheld.evidence, withheld.evidence.bad)
         case = self._casebook.cases[-1]
+        case.is_of_state = True
         self._casebook.kept_state.withheld.note_told(withheld, case)
         case.consequences += 1
         case.last_step = bad.step
