@@ -3,6 +3,9 @@
 In the first backward passes of a run a few of the weights that the loss rests on are copied with their gradients, and compared
 before the next one that reaches them: a weight that was moved, and whose gradient is still that of before, is about to pile
 them up. (Of several models that are trained in turn, each may clear its own when its turn comes.)
+
+So it is with replicas whose gradients are averaged for the model that an optimizer holds, and which are given its weights anew
+in each round: the optimizer clears those of its own model alone. Here no backward pass reaches what an optimizer holds.
 """
 
 from __future__ import annotations
@@ -65,11 +68,15 @@ class PiledByHand:
         """Was what the last backward pass left used, and never cleared?"""
         steps = self._moves.recorder.steps
         self._looks += 1
-        if not steps.counts_backwards or self._looks > LOOKS:
+        last = self._moves.machine.last_backward
+        is_by_optimizers = not steps.counts_backwards and last is not None and bool(last.reached)
+        if is_by_optimizers or self._looks > LOOKS:
             self.is_over, self._left = True, []
             return
         losses = (tensors,) if isinstance(tensors, Tensor) else tensors
         reached = _leaves_behind(losses)
+        if not steps.counts_backwards:
+            reached = [leaf for leaf in reached if not steps.is_held(leaf)]
         known = set(map(id, reached))
         left = [each for each in self._left if id(each.weight()) in known]
         self._left = [each for each in self._left if each.weight() is not None and id(each.weight()) not in known]
@@ -95,7 +102,8 @@ class PiledByHand:
     def _tell(self, weights: Sequence[Tensor]) -> None:
         recorder, last = self._moves.recorder, self._moves.machine.last_backward
         where = last.where if last is not None else None
-        facts = {"steps": self._in_a_row, "by_hand": True, "parameters": list(weights)}
+        is_replica = not recorder.steps.counts_backwards
+        facts = {"steps": self._in_a_row, "by_hand": True, "in_replicas": is_replica, "parameters": list(weights)}
         breach = Breach("missing-zero-grad", None, None, where, self._written_at(weights) or where, None, facts)
         self._moves.tell([breach], recorder.steps.count)
 

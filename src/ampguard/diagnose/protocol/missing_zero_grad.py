@@ -57,6 +57,14 @@ def _by_hand(scene: Scene) -> Telling:
     """The script moves its weights itself, and never clears what backward has left."""
     steps, weights = scene.facts["steps"], scene.facts["parameters"]
     names = [variable_name(w) or name for w, name in zip(weights, scene.parameters, strict=True)]
+    if scene.facts.get("in_replicas"):
+        text = (
+            f"No optimizer holds {', '.join(names)}, and nobody clears their gradients: {steps} times in a row their weights had "
+            f"been set anew and those of before were still there when backward at {at(scene.first)} added to them. What the script "
+            f"makes of them for its optimizer is a sum over all rounds."
+        )
+        fix = order(scene, "clear them before each backward pass: zero_grad() of the module that is called there")
+        return Telling(text, scene.first, (fix,), evidence={"steps": steps, "by_hand": True, "in_replicas": True})
     user = "an update" if is_one_line(scene) else at(scene.again)
     text = (
         f"The script updates its weights itself and never clears their gradients: {steps} times in a row those that {user} had "
