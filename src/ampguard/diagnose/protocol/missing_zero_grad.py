@@ -60,8 +60,8 @@ def _by_hand(scene: Scene) -> Telling:
     if scene.facts.get("in_replicas"):
         text = (
             f"No optimizer holds {', '.join(names)}, and nobody clears their gradients: {steps} times in a row their weights had "
-            f"been set anew and those of before were still there when backward at {at(scene.first)} added to them. What the script "
-            f"makes of them for its optimizer is a sum over all rounds."
+            f"been set anew and those of before were still there when backward at {at(scene.first)} added to them. What the "
+            f"script makes of them for its optimizer is a sum over all rounds."
         )
         fix = order(scene, "clear them before each backward pass: zero_grad() of the module that is called there")
         return Telling(text, scene.first, (fix,), evidence={"steps": steps, "by_hand": True, "in_replicas": True})
