@@ -8,7 +8,7 @@ noted how often a few were written to, until it is used: what was never done bef
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from threading import get_ident
 from typing import Literal
 
@@ -43,8 +43,7 @@ class Loop:
         last = len(held) - 1
         chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if held else []
         self.sample = [weakref.ref(held[i]) for i in chosen]
-        known = set(map(id, of_modules))
-        self.is_of_masters = bool(known) and bool(self.sample) and all(id(held[i]) not in known for i in chosen)
+        self.is_of_masters = are_masters([held[i] for i in chosen], set(map(id, of_modules)))
         """Whether no backward pass reaches them: what is bad behind one was left there by the script before it."""
         self.thread = get_ident()
         """Whose optimizer it is. In another's, autograd's engine may be writing to `.grad` without the interpreter's lock."""
@@ -83,6 +82,11 @@ class Loop:
         """Those that stand for all."""
         held = [parameter for ref in self.sample if (parameter := ref()) is not None]
         return [p.grad for p in held if p.grad is not None]
+
+
+def are_masters(held: Sequence[Tensor], of_modules: Set[int]) -> bool:
+    """Whether parameters of an optimizer are none of the modules that were called (these by identity), where there are such."""
+    return bool(held) and bool(of_modules) and of_modules.isdisjoint(map(id, held))
 
 
 class CleanedGradients:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.cleaned import are_masters
 from ampguard.capture.protocol.given_up import GivenUp, cleared_by
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
@@ -134,8 +135,8 @@ class DroppedGradients:
         """Parameters of optimizers that hold none of a module's, where modules are trained: no backward pass reaches them, and
         what is bad there was left by an earlier step until the script puts other gradients in its place."""
         reached = {id(p) for module, _ in self._models.roots() for p in module.parameters()}
-        each = [[id(p) for p in watch.parameters()] for watch in self._moves.mine()] if reached else []
-        return {key for keys in each if reached.isdisjoint(keys) for key in keys}
+        each = (watch.parameters() for watch in self._moves.mine())
+        return {id(p) for held in each if are_masters(held, reached) for p in held}
 
     def _of_called(self) -> list[Tensor]:
         """Of what was called, where the function that trained has returned and its optimizer is gone."""
