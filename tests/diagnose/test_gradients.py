@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
+from ampguard.diagnose.causes.singular_gradient import _has_equal_values
 from ampguard.incident import Incident
 
 Guard = Callable[..., Watched]
@@ -140,6 +141,23 @@ def test_values_that_a_rounding_has_made_equal_are_a_singular_point(guard: Guard
     assert "two of its values are equal" in incident.explanation
     assert "torch.linalg.eigh" in incident.location.code
     assert incident.fixes[0].verified
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "are_equal"),
+    [
+        ([1.0, 1.0, 3.0], "_linalg_eigh", True),
+        ([1.0, 2.0, 3.0], "_linalg_eigh", False),
+        ([1.0, 1.0 + 1e-5, 3.0], "_linalg_eigh", False),
+        ([2.0, 2.0, 3.0], "_linalg_svd", True),
+        ([2.0, -2.5, 3.0], "_linalg_svd", False),
+        ([2.0, 2.0, 3.0], "linalg_eig", True),
+        ([2.0, 2.5, 3.0], "linalg_eig", False),
+    ],
+)
+def test_the_numbers_tell_whether_values_are_equal(values: list[float], name: str, are_equal: bool) -> None:
+    matrices = torch.stack([torch.diag(torch.tensor([5.0, 6.0, 7.0])), torch.diag(torch.tensor(values))])
+    assert _has_equal_values(matrices, name) is are_equal
 
 
 def test_singular_gradient(case: Case, guard: Guard) -> None:

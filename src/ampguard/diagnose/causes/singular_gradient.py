@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from ampguard.diagnose import words
 from ampguard.diagnose.code import accused
 from ampguard.diagnose.finding import Finding, cause
@@ -24,6 +27,9 @@ from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.locate.chain import Link
 from ampguard.diagnose.locate.rows import empty_rows
 from ampguard.replay.operators import flat_tensors
+
+LARGEST = 512
+"""Rows of a matrix up to which all of its values are compared."""
 
 
 @cause("singular-gradient", phases=("backward",))
@@ -43,7 +49,23 @@ def is_of_equal_values(evidence: GradientEvidence) -> bool:
     """Whether a decomposition, which runs in float32 or more always, is differentiated where two of its values are equal: other
     roundings part them, those of a wider network among them, and do not make the derivative any better."""
     forward = evidence.differentiated
-    return forward is not None and forward.short_name in DECOMPOSITIONS - {"linalg_qr"} and not evidence.is_hidden
+    if forward is None or evidence.is_hidden or forward.short_name not in DECOMPOSITIONS - {"linalg_qr"}:
+        return False
+    operands = evidence.forward.operands
+    return bool(operands) and _has_equal_values(operands[0].values, forward.short_name)
+
+
+def _has_equal_values(matrices: Tensor, name: str) -> bool:
+    """Whether two of the eigenvalues or singular values of a matrix are the same number. Waits for the device."""
+    if matrices.dim() < 2 or min(matrices.shape[-2:]) > LARGEST:
+        return False
+    with torch.no_grad():
+        if "svd" in name:
+            values = torch.linalg.svd(matrices, full_matrices=False)[1]
+        else:
+            values = (torch.linalg.eigh if "eigh" in name else torch.linalg.eig)(matrices)[0]
+        alike = values.unsqueeze(-1) == values.unsqueeze(-2)
+        return bool(alike.triu(1).any())
 
 
 def _hidden(evidence: GradientEvidence) -> Finding:
