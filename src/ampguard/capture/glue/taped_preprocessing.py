@@ -79,9 +79,8 @@ class TapedPreprocessing:
         if self.cleared_at >= 0:
             events, began = log.record.events, log.iteration_start
             used = began < self.cleared_at and uses_computed(events, began, self.cleared_at, log.producers.writers)
-            schedule.before_clearing_was(
-                used or self._recorder.carried.leaving.is_between_steps
-            )  # (state is written there)
+            writes_state = self._recorder.carried.leaving.is_between_steps
+            schedule.before_clearing_was(used or writes_state)
 
     def evaluation_begins(self) -> None:
         """Between two steps a model is put into evaluation mode: what the script lends it (averaged weights) is taped."""

@@ -490,9 +490,8 @@ class Moves:
         if breach.cause != "missing-zero-grad" or "in_all" not in breach.facts or not isinstance(watch, OptimizerWatch):
             return False
         if watch.sums_on_purpose is None:
-            optimizer = (
-                watch.ref()
-            )  # (PyTorch's own add each step up: what grows fast enough alone looks like a function of it)
+            # PyTorch's own add each step up: what grows fast enough alone looks like a function of the sum.
+            optimizer = watch.ref()
             is_own = optimizer is None or not compat.is_of_pytorch(type(optimizer))
             watch.sums_on_purpose = is_own and meant_sums.are_meant(watch.parameters())
         return watch.sums_on_purpose
