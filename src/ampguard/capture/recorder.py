@@ -395,7 +395,7 @@ class FlightRecorder:
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
         self.scaling.losses.clear()
-        self.steps.backwards += 1
+        self.steps.passed_backward()
         if self.pace.is_attentive:
             until, passes = self._attends_until
             if self.steps.count >= until or self.steps.backwards >= passes:  # (a script may pass over its steps)
@@ -515,7 +515,7 @@ class FlightRecorder:
     def differentiated_in_graph(self, place: Line | None) -> None:
         """A replay of a CUDA graph has made a backward pass, and perhaps by that a step, where no optimizer is known."""
         self.tells_forward = True
-        self.steps.backwards += 1
+        self.steps.passed_backward()
         if self.steps.counts_backwards and self.steps.differentiated(place):
             self._end_iteration(hangs_together=True)
 

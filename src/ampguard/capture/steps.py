@@ -12,6 +12,7 @@ And where each parameter's optimizer is made when it is first needed (Pyro's), t
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 
@@ -26,8 +27,16 @@ LONGEST_TURN = 8
 
 MOST_GIVEN_UP = 4096
 
+WAITS_FOR_OLDER = 256
+"""Backward passes before optimizers from before the guard, none of which has stepped, count as left behind."""
+
 KEPT_STEPS = 64
 """Optimizers' steps remembered: which optimizer made them."""
+
+
+def optimizers_alive() -> list[Optimizer]:
+    """Those that the process holds at this moment. It looks at every object there is: once, as the guard begins."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 
 
 class StepCounter:
@@ -36,6 +45,9 @@ class StepCounter:
     def __init__(self) -> None:
         self.count = 0
         self._created: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those from before the guard: any of them may step, or none (an older cell's of a notebook)."""
+        self._waits_for_older = False
         self._in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that step in each iteration, as far as is known; and those that were made and are yet to step."""
         self._ever: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -85,11 +97,11 @@ class StepCounter:
         """Whether a backward pass stands for a step: no optimizer is known."""
         if self._only is not None and self._only() is not None:
             return False
-        return not (self._ever or self._created)
+        return not (self._ever or self._created or (self._older and self._waits_for_older))
 
     def is_held(self, tensor: Tensor) -> bool:
         """Whether a known optimizer holds it, or what shares its memory (`p.detach()`)."""
-        groups = (group for optimizer in self._ever | self._created for group in optimizer.param_groups)
+        groups = (group for optimizer in self._ever | self._created | self._older for group in optimizer.param_groups)
         key = compat.storage_key(tensor)
         return any(p is tensor or compat.storage_key(p) == key != 0 for group in groups for p in group["params"])
 
@@ -118,6 +130,20 @@ class StepCounter:
         self.given_up_in_all += 1
         self.count += 1
 
+    def made_before(self, optimizers: Iterable[Optimizer]) -> None:
+        """These are there as the guard begins."""
+        for optimizer in optimizers:
+            self._older.add(optimizer)
+
+    def passed_backward(self) -> None:
+        """A backward pass of the loop has ended, whoever answers it."""
+        self.backwards += 1
+        if self._older and self.backwards <= WAITS_FOR_OLDER:
+            groups = (group for optimizer in self._older for group in optimizer.param_groups)
+            self._waits_for_older = any(p.grad is not None for group in groups for p in group["params"])
+        elif self._older:
+            self._older.clear()
+
     @property
     def is_answered(self) -> bool:
         """Whether an optimizer's step was attempted, and nothing was differentiated since."""
@@ -138,6 +164,8 @@ class StepCounter:
 
     def attempted(self, optimizer: Optimizer, skipped: bool = False) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
+        if self._older:
+            self._older.clear()  # from here on it shows who steps
         if not skipped:
             self._made.append((self.attempts + 1, weakref.ref(optimizer)))
         if len(self._made) > 2 * KEPT_STEPS:

@@ -23,6 +23,7 @@ from ampguard.capture.raised import is_about_numbers
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.script_signals import handlers_may_raise
+from ampguard.capture.steps import optimizers_alive
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.examiner import Examiner
@@ -137,6 +138,7 @@ class Session:
         else:
             self._children = ChildProcesses(self._folder.path, self._options, self._options.seed)
             self._children.install()
+        self._recorder.steps.made_before(optimizers_alive())
         self._probes.install()
         self._calls.install()
         if self._overrides is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from ampguard.capture.judging.own_scale import factor_of, is_usual_scale
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.hand_updates import HandMade
+from ampguard.capture.steps import optimizers_alive
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.all_ranks import carry_bad_losses
 from ampguard.run.overrides.cast_weights import CastWeights
@@ -116,7 +116,7 @@ class Updates:
         if self._patience is not None:
             for owner in (Optimizer, nn.Module):
                 patches.replace(owner, "zero_grad", self._watch_clear)
-        for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+        for optimizer in optimizers_alive():
             self._older.add(optimizer)
             self._adopt(optimizer)
 

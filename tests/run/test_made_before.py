@@ -1,0 +1,64 @@
+"""Optimizers and scalers from before `ampguard.watch()`: a notebook's, or a script's that guards its loop only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampguard
+
+
+def test_scale_that_settles_is_a_note(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(torch.randn(2, 4))
+            scaler.scale(out.float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert session.report is not None
+    assert [(i.cause, i.severity, i.step) for i in session.report.incidents] == [("loss-scale-overflow", "info", 0)]
+    assert session.report.steps == 20
+
+
+@pytest.mark.parametrize("leftovers", [0, 1, 3])
+def test_older_optimizers_that_never_step(leftovers: int, tmp_path: Path) -> None:
+    """An older cell's of a notebook: iterations of the one that does are counted from the first on."""
+    torch.manual_seed(0)
+    left = [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(leftovers)]
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for step in range(12):
+            optimizer.zero_grad()
+            x = torch.rand(8, 4) if step != 7 else torch.full((8, 4), -1.0)
+            (model(x).square() + x[:, :1].sqrt()).mean().backward()
+            optimizer.step()
+    assert session.report is not None
+    found = [(i.cause, i.step) for i in session.report.incidents if i.severity == "error"]
+    assert found[0] == ("domain-error", 7)
+    assert len(left) == leftovers
+
+
+def test_updates_by_hand_beside_an_older_optimizer(tmp_path: Path) -> None:
+    """Each backward pass is an iteration, as without it: no gradient has reached that one's parameters."""
+    left = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    model = nn.Linear(4, 1)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for _ in range(30):
+            model(torch.rand(8, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+    assert session.report is not None
+    assert not session.report.incidents
+    assert session.report.steps == 30
+    del left
