@@ -223,6 +223,15 @@ class CloseLook:
                 self._was_divided(watch, of, of.current_scale())
                 return
 
+    def still_carries_scale(self, watch: OptimizerWatch) -> bool:
+        """Whether the script has multiplied the gradients of a scaled loss by some other number than the scale, which it
+        has never asked for: a weight of the loss that is taken out again, a mean over ranks."""
+        is_asked = self._moves.scale_was_read or any(of.was_asked for of in self._moves.watches.scalers)
+        if is_asked or self._moves.machine.stage(watch) is not Stage.SCALED:
+            return False
+        worst, by = self._moves.machine.ledger(watch).worst(), watch.divided_by()
+        return by is not None and worst is not None and abs(by) * HAND_SCALE < worst.factor
+
     def is_divided(self, watch: OptimizerWatch) -> bool:
         """Whether the gradients were seen to be divided by the scale before they were clipped."""
         scales = [float(of.current_scale()) for of in self._moves.watches.scalers if of.is_enabled and of.uses]
@@ -299,6 +308,8 @@ class CloseLook:
         found = self.assigned.to(watch, scalers[0].current_scale()) if len(scalers) == 1 else None
         if found is None or (not is_new and _is_scale(watch.divided_by(), float(scalers[0].current_scale()))):
             return  # (a plain division is known without this)
+        if not is_new and found.carried and moves.scale_was_read and watch.divided_by() is not None:
+            return  # multiplied by one number, by a script that knows the scale: the size does not tell what is in it
         of, scale = scalers[0], found.scale
         if not is_new and not found.carried:  # divided, or clipped by hand to about that size
             watch.divides_by_hand = True

@@ -392,7 +392,7 @@ class Moves:
         stage = self.machine.stage(watch)
         repeats = stage is Stage.USED and watch.by_scaler
         is_untouched = watch.is_untouched() and not (watch.divides_in_hook or watch.divides_by_hand)
-        self._untouched = (stage in _TRUE and not repeats) or is_untouched
+        self._untouched = (stage in _TRUE and not repeats) or is_untouched or self.close.still_carries_scale(watch)
 
     def after_direct_step(self, optimizer: Optimizer, frame: Frame) -> OptimizerWatch:
         """It has stepped."""

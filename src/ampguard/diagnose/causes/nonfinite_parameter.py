@@ -26,8 +26,6 @@ from ampguard.incident import Location
 from ampguard.numerics import dtype_name, stats
 from ampguard.replay.variants import Variant
 
-BEFORE = "The script made them so before its first step"
-WITHIN = "The script made them so in this step"
 OVERWRITES = frozenset({"copy_", "fill_", "_foreach_copy_"})
 """Operators that leave nothing of what was there before."""
 QUOTED = 40
@@ -51,15 +49,18 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     low = held_low(state.tensor.detach()) if load is not None else None
     others = sum(key != id(state.held) for key in nonfinite_state(evidence))
     before = made_before(evidence, state.held, state.tensor)
-    within = made_in_step(evidence, write, state.held) if before is None else None
-    made, when = (before, BEFORE) if before is not None else (within, WITHIN)
+    within = made_in_step(evidence, write) if before is None else None
+    if within is not None:
+        reader = f"{words.operator(evidence)} {words.place(evidence)}"
+        fixes = within.proposals(state.name, state.tensor, id(state.held))
+        return within.as_finding(state.name, state.role, reader, (*fixes, _initialise(state.name, at, memory=None)))
     memory = _uninitialised_at(evidence, state.held)
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
         f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} "
         f"values{_where(places)}{_and_others(others)}. The computation only passed them on, first in {words.operator(evidence)}."
-        f"{made.in_words(when) if made is not None else ''}",
+        f"{before.in_words() if before is not None else ''}",
         weight=100,
         evidence={
             "name": state.name,
@@ -80,7 +81,6 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             else None,
         }
         | ({"made_before": before.as_dict()} if before is not None else {})
-        | ({"made_in_step": within.as_dict()} if within is not None else {})
         | (
             {"uninitialised_at": {"file": memory.file, "line": memory.line, "code": memory.code}}
             if memory is not None
@@ -89,13 +89,8 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         proposals=_after_load(evidence, state, load, low)
         if load is not None
         else (
-            *(made.proposals(state.name, state.tensor, id(state.held)) if made is not None else ()),
-            Proposal(
-                "initialise-parameter",
-                state.name,
-                _initialised(state.name, at, memory, is_known=before is not None),
-                trial=lambda e: Variant(tensors=repaired_state(e)),
-            ),
+            *(before.proposals(state.name, state.tensor, id(state.held)) if before is not None else ()),
+            _initialise(state.name, at, memory, is_known=before is not None),
             *(
                 ()
                 if before is not None or memory is not None
@@ -118,6 +113,11 @@ def _uninitialised_at(evidence: Evidence, state: torch.Tensor) -> Location | Non
     """Where the script asked for memory as it is, and has written nothing to it since."""
     line = evidence.replayer.before_training.uninitialised_at(state) if evidence.replayer is not None else None
     return line.location() if line is not None else None
+
+
+def _initialise(name: str, at: Location | None, memory: Location | None, is_known: bool = False) -> Proposal:
+    how = _initialised(name, at, memory, is_known)
+    return Proposal("initialise-parameter", name, how, trial=lambda e: Variant(tensors=repaired_state(e)))
 
 
 def _initialised(name: str, at: Location | None, memory: Location | None, is_known: bool) -> str:

@@ -7,6 +7,7 @@ neighbours in a normalised graph: the step only reads what came of it. The calls
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -66,6 +67,25 @@ class MadeBefore:
         why = f": {self._finding.explanation}" if self._finding is not None else "."
         return f" {what}{at}{why}"
 
+    def as_finding(self, name: str, role: str, reader: str, others: tuple[Proposal, ...]) -> Finding:
+        """Why that call failed, as the cause of the step's failure. `others`: fixes beside those that repair the call."""
+        assert self._finding is not None
+        assert self._evidence is not None
+        text = (
+            f"{self._finding.explanation} The script writes it to the {role} `{name}`, and {reader} reads it from there in "
+            f"the same step."
+        )
+        return replace(
+            self._finding,
+            explanation=text,
+            evidence={**self._evidence.numbers(), **self._finding.evidence, "written_to": name},
+            proposals=others,
+            line=self._finding.line or self._evidence.op.line,
+            op=self._finding.op or self._evidence.op,
+            dtype=self._finding.dtype or self._evidence.precision or self._evidence.result_dtype,
+            phase=self._finding.phase or "forward",
+        )
+
     def proposals(self, target: str, given: Tensor, key: int | Ref) -> tuple[Proposal, ...]:
         """What repairs the call, tried by what comes of it in the step. `given`: the values that the step read."""
         if self._finding is None or self._evidence is None:
@@ -122,7 +142,7 @@ def made_before(evidence: Evidence, held: Tensor, values: Tensor) -> MadeBefore 
     return MadeBefore(behind if finding is not None else None, finding, event, rows)
 
 
-def made_in_step(evidence: Evidence, write: GlueOp | None, held: Tensor) -> MadeBefore | None:
+def made_in_step(evidence: Evidence, write: GlueOp | None) -> MadeBefore | None:
     """The same of what the script has computed in this step and then copied to a parameter or a buffer, before it was read
     there: class centres, a table, weights put in the place of others."""
     if evidence.replayer is None or write is None or write.func.__name__.partition(".")[0] != "copy_":
