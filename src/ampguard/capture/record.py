@@ -387,10 +387,11 @@ class BadResult:
     """The script has raised an error over them."""
     weights: tuple[tuple[Tensor, Tensor], ...] = ()
     """Parameters that were updated since, and what they were then."""
-    may_be_meant: Literal["", "array", "errors", "count"] = ""
+    may_be_meant: Literal["", "array", "errors", "count", "again"] = ""
     """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), of counts (a precision) or
     given to a metric that passes over NaN. `errors`: an array in which no number is finite, which is meant only where it
-    holds the errors for targets that are not known."""
+    holds the errors for targets that are not known. `again`: what the script has asked about, and computed anew from the same
+    tensors, and that was finite."""
     graph: GraphOrigin | None = None
     """The CUDA graph in whose replay it was computed; the record, if any, is of a pass like it."""
 

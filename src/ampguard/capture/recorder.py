@@ -184,7 +184,7 @@ class FlightRecorder:
             self.pace.enter(log.kept)
         judge = self.judge
         if (log.next_index > log.closed_until and log.has_open_events) or judge.suspects or judge.outputs.unread:
-            judge.settle(module)
+            judge.settle(module, (args, kwargs))
         if self.tells_forward:
             self.listener.on_forward()
         if log.ahead.is_learning and log.finds_prepared_ahead((args, kwargs)):

@@ -26,6 +26,7 @@ from ampguard.capture.judging.gradients import GradientJudge
 from ampguard.capture.judging.left_out import Questioned
 from ampguard.capture.judging.outputs import OutputJudge
 from ampguard.capture.judging.own_scale import OwnScale, factor_of
+from ampguard.capture.judging.tried_again import TriedAgain
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since
 from ampguard.capture.steps import StepCounter
@@ -65,7 +66,9 @@ class Judge:
         """The step in which a loss was last bad."""
         self._told_numbers: set[int] = set()
         """The events that have made the bad numbers of the loss that was told last."""
+        self._tried_again = TriedAgain()
         self.outputs = OutputJudge(log, steps, self._suspect, report)
+        self.outputs.on_finite = self._may_be_second
         self.gradients = GradientJudge(log, steps, self, report)
         self._log = log
         self._steps = steps
@@ -240,11 +243,13 @@ class Judge:
         if not isinstance(value, (float, bool)) or (isinstance(value, float) and value - value == 0.0):
             return
         if isinstance(value, bool) and self._log.is_about_finite_numbers(tensor):
+            self._tried_again.asked_at = self._log.next_index
             return
         ref = self._log.lookup(tensor)
         record = self._log.record
         is_librarys = isinstance(value, bool) and ref is not None and figures.is_asked_by_a_library(record, ref)
         if isinstance(value, bool):
+            self._tried_again.asked_at = self._log.next_index
             ref = lineage.nonfinite_number_behind(record, ref) if ref is not None else None
         if ref is not None:
             record = self._log.snapshot()
@@ -347,8 +352,8 @@ class Judge:
     def _suspect(self, bad: BadResult) -> None:
         self.suspects.append(bad)
 
-    def settle(self, module: nn.Module) -> None:
-        """A new root call begins: what was bad before it and was never differentiated stays bad."""
+    def settle(self, module: nn.Module, given: tuple[Any, Any] = ((), {})) -> None:
+        """A new root call begins, with these arguments: what was bad before it and was never differentiated stays bad."""
         if self.outputs.asked:
             self.outputs.read_buffers(wait=False)
         if self.outputs.unread:
@@ -360,13 +365,23 @@ class Judge:
             return  # perhaps a teacher's call in the middle of a training step: backward will tell
         first = self.suspects[0]
         root = lineage.root_of(first)
-        if first.kind == "loss" or root is None or root.module is module:
+        if first.kind != "loss" and root is not None and root.module is not module:
+            return
+        if len(self.suspects) > 1 or not self._tried_again.is_waited_for(first, module, given, self._log):
+            self.settle_all()
+
+    def _may_be_second(self, root: RootCall) -> None:
+        """A call in evaluation has returned finite numbers: where one before it that was given the same did not, the script
+        has tried again."""
+        if any(bad.kind == "output" for bad in self.suspects) and self._tried_again.is_second(root):
+            self.suspects = [dataclasses.replace(bad, may_be_meant="again") for bad in self.suspects]
             self.settle_all()
 
     def settle_all(self) -> None:
         """Report every suspect."""
         suspects, self.suspects = self.suspects, []
         self._questioned.clear()
+        self._tried_again.ends()
         behind = lineage.events_behind_losses(suspects)
         for bad in suspects:
             if bad.kind == "loss" and bad.mode == "eval" and not bad.may_be_meant:
@@ -480,11 +495,20 @@ class Judge:
         if not self.suspects:
             return
         reached = lineage.events_behind_gradients(self._log.record)
-        left_out = self._questioned.left_out(self._log.record, losses)
+        record = self._log.record
+        left_out = self._questioned.left_out(record, losses)
+        behind = set[int]().union(*(lineage.events_behind(record, ref.event) for ref in losses if isinstance(ref, Ref)))
+        calls = [record.event(index) for index in behind]
+        if any(self._tried_again.is_made_good(bad, calls) for bad in self.suspects):
+            self.suspects = [
+                dataclasses.replace(bad, may_be_meant="again") if self._tried_again.is_made_good(bad, calls) else bad
+                for bad in self.suspects
+            ]
         self.suspects = [
             bad
             for bad in self.suspects
             if bad.kind == "buffer"
+            or bad.may_be_meant == "again"
             or not left_out.isdisjoint(t for t in bad.targets if isinstance(t, Ref))
             or (
                 (bad.kind == "output" or (bad.kind == "loss" and bad.mode == "eval"))

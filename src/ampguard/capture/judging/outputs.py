@@ -40,6 +40,8 @@ class OutputJudge:
         self._suspect = suspect
         self._report = report
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.on_finite: Callable[[RootCall], None] = lambda root: None
+        """Told of calls whose outputs are finite."""
 
     def look_at(self, root: RootCall, outputs: list[Tensor]) -> None:
         """A module returned in evaluation."""
@@ -48,7 +50,10 @@ class OutputJudge:
         floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
         flag = FiniteFlag([t for _, t in floats])
         is_known = flag.is_known  # (asked once: a device answers whenever it has come to it)
-        if (is_known and flag.is_set()) or _keeps_a_tally(root):
+        if is_known and flag.is_set():
+            self.on_finite(root)
+            return
+        if _keeps_a_tally(root):
             return
         refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
         bad = BadResult("output", "eval", self._steps.count, self._log.slice(), refs)

@@ -41,7 +41,7 @@ class RestingCalls:
         else:
             pace.count(backwards)
         if recorder.judge.has_open_questions:
-            recorder.judge.settle(module)
+            recorder.judge.settle(module, (args, kwargs))
         if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
             return None
         args, kwargs = map_tensors((args, kwargs), _as_it_is)

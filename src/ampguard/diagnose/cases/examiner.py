@@ -390,7 +390,8 @@ class Examiner:
             self._examine(dataclasses.replace(bad, is_suspected=False))
 
     def _look_at_figure(self, bad: BadResult) -> None:
-        """A figure that may well be NaN: it is told if its cause is a failure, and a precision of 0 / 0 as a note."""
+        """A figure that may well be NaN: it is told if its cause is a failure, and a precision of 0 / 0 as a note; so is what
+        the script has computed again."""
         if self.is_used_up or self._casebook.poison.explains(bad) or self._goes_on(bad):
             return
         self._looks += 1
@@ -403,7 +404,11 @@ class Examiner:
         finding = find_cause(evidence) if evidence is not None else None
         if evidence is None or finding is None or self._casebook.told_before(bad, place_of(evidence)):
             return
-        if finding.cause not in MEANT_AT_TIMES or (bad.may_be_meant == "errors" and not _is_of_targets(finding)):
+        if bad.may_be_meant == "again":
+            text = f"{finding.explanation} The script has found that out, and computed it again: that was finite."
+            again = dataclasses.replace(finding, explanation=text, severity="info")
+            self._open(incident_of(evidence, again, (), self._rank, rung="replay"), evidence, bad)
+        elif finding.cause not in MEANT_AT_TIMES or (bad.may_be_meant == "errors" and not _is_of_targets(finding)):
             self._investigate(dataclasses.replace(bad, may_be_meant=""), time.perf_counter())
         elif bad.may_be_meant == "count":
             note = dataclasses.replace(finding, severity="info")
