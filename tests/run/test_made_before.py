@@ -62,3 +62,34 @@ def test_updates_by_hand_beside_an_older_optimizer(tmp_path: Path) -> None:
     assert not session.report.incidents
     assert session.report.steps == 30
     del left
+
+
+def test_frozen_by_mistake(tmp_path: Path) -> None:
+    """The scaler steps an optimizer from before that has no gradient at all."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    with ampguard.watch(out=tmp_path / "run") as session:
+        x = torch.rand(8, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        scaler.scale(out.float().square().mean()).backward()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
+    assert session.report is not None
+    assert [(i.cause, i.step) for i in session.report.incidents] == [("no-gradients", 0)]
+
+
+def test_needless_scaler_is_named_where_it_is_used(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.rand(8, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert session.report is not None
+    (incident,) = session.report.incidents
+    assert (incident.cause, incident.severity) == ("needless-scaler", "warning")
+    assert incident.location is not None
+    assert incident.location.code.startswith("scaler.scale(")

@@ -135,12 +135,14 @@ class StepCounter:
         for optimizer in optimizers:
             self._older.add(optimizer)
 
-    def passed_backward(self) -> None:
-        """A backward pass of the loop has ended, whoever answers it."""
+    def passed_backward(self, is_scaled: bool = False) -> None:
+        """A backward pass of the loop has ended, whoever answers it. `is_scaled`: a scaler scales its loss, which steps some
+        optimizer, whether that has gradients or none."""
         self.backwards += 1
         if self._older and self.backwards <= WAITS_FOR_OLDER:
             groups = (group for optimizer in self._older for group in optimizer.param_groups)
-            self._waits_for_older = any(p.grad is not None for group in groups for p in group["params"])
+            has_gradients = any(p.grad is not None for group in groups for p in group["params"])
+            self._waits_for_older = is_scaled or has_gradients
         elif self._older:
             self._older.clear()
 

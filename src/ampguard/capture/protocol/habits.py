@@ -159,7 +159,7 @@ class Habits:
             "regions": dict(self._regions),
             "parameter_dtypes": held,
         }
-        return Breach("needless-scaler", watch, of, of.created, of.created, None, facts)
+        return Breach("needless-scaler", watch, of, of.made_or_used_at, of.made_or_used_at, None, facts)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class IdleScalers:
                     "scale": float(of.current_scale()),
                     "since": idle.since,
                 }
-                breach = Breach("needless-scaler", idle.watch, of, of.created, of.created, None, facts)
+                breach = Breach("needless-scaler", idle.watch, of, of.made_or_used_at, of.made_or_used_at, None, facts)
                 self._moves.listener.on_suspicion(("idle", of), breach, idle.since)
 
     def _withdraw(self, of: ScalerWatch) -> None:

@@ -169,8 +169,9 @@ class Moves:
         """`scaler.scale()` returned `result`."""
         of.uses += 1
         self.carried.scaled(of, result)
-        if not of.is_own and of.uses == 1:
-            of.is_own = only_scales_itself(of.ref())
+        if of.uses == 1:
+            of.used_at = script_line(sys._getframe(1))
+            of.is_own = of.is_own or only_scales_itself(of.ref())
 
     def before_backward(self, losses: Any, gradients: Any, frame: Frame = None) -> None:
         """Note what the gradients are before they change, and by what the loss was scaled."""

@@ -32,6 +32,7 @@ class ScalerWatch:
         "scale",
         "state_asked",
         "steps",
+        "used_at",
         "uses",
         "was_asked",
     )
@@ -49,6 +50,8 @@ class ScalerWatch:
         """As it was when the first loss was scaled."""
         self.first_step: int | None = None
         """The iteration in which that was."""
+        self.used_at: Line | None = None
+        """Where it was seen to scale a loss first."""
         self.uses = 0
         self.steps = 0
         self.was_asked = False
@@ -56,6 +59,11 @@ class ScalerWatch:
         self.state_asked = False
         """Its `state_dict()` was called: somebody saves it."""
         self.loaded = False
+
+    @property
+    def made_or_used_at(self) -> Line | None:
+        """Where it is to be changed; one from before the guard is known by where it is used."""
+        return self.created or self.used_at
 
     def current_scale(self) -> DeviceScale:
         """The scale until the next update."""
