@@ -93,3 +93,25 @@ def test_needless_scaler_is_named_where_it_is_used(tmp_path: Path) -> None:
     assert (incident.cause, incident.severity) == ("needless-scaler", "warning")
     assert incident.location is not None
     assert incident.location.code.startswith("scaler.scale(")
+
+
+def test_derivatives_by_positions_before_the_first_step(tmp_path: Path) -> None:
+    """A sampler moves by `torch.autograd.grad` before the optimizer from before the guard steps: that is no iteration."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for _ in range(5):
+            z = torch.randn(8, 4)
+            for length in (1.0, 1e3, 0.1):
+                z.requires_grad_(True)
+                energy = (model(z * length).square()).exp().sum()
+                (force,) = torch.autograd.grad(energy, z)
+                moved = z.detach() - 0.01 * force
+                z = torch.where(torch.isfinite(moved), moved, z.detach())
+            optimizer.zero_grad()
+            model(z).square().mean().backward()
+            optimizer.step()
+    assert session.report is not None
+    assert session.report.steps == 5
+    assert [i for i in session.report.incidents if i.severity != "info"] == []

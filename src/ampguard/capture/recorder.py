@@ -395,7 +395,7 @@ class FlightRecorder:
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
         self.scaling.losses.clear()
-        self.steps.passed_backward(self.gradients.scaler is not None)
+        self.steps.passed_backward(self.gradients.scaler is not None, self.judge.gradients.parameters_of_modules)
         if self.pace.is_attentive:
             until, passes = self._attends_until
             if self.steps.count >= until or self.steps.backwards >= passes:  # (a script may pass over its steps)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -135,14 +135,16 @@ class StepCounter:
         for optimizer in optimizers:
             self._older.add(optimizer)
 
-    def passed_backward(self, is_scaled: bool = False) -> None:
+    def passed_backward(self, is_scaled: bool = False, called: Callable[[], Iterable[Tensor]] = tuple) -> None:
         """A backward pass of the loop has ended, whoever answers it. `is_scaled`: a scaler scales its loss, which steps some
-        optimizer, whether that has gradients or none."""
+        optimizer, whether that has gradients or none; `called`: the parameters of the modules that were called."""
         self.backwards += 1
         if self._older and self.backwards <= WAITS_FOR_OLDER:
-            groups = (group for optimizer in self._older for group in optimizer.param_groups)
-            has_gradients = any(p.grad is not None for group in groups for p in group["params"])
-            self._waits_for_older = is_scaled or has_gradients
+            held = [p for optimizer in self._older for group in optimizer.param_groups for p in group["params"]]
+            if is_scaled or any(p.grad is not None for p in held):
+                self._waits_for_older = True
+            else:
+                self._waits_for_older = not {id(p) for p in held}.isdisjoint(map(id, called()))
         elif self._older:
             self._older.clear()
 
