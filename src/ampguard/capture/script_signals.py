@@ -17,6 +17,9 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 
+_SIGNALS = tuple(sorted(signal.valid_signals()))
+
+
 class HandlerRaised(BaseException):
     """Carries the exception past what catches the guard's own; `FaultBarrier` lets it out of this."""
 
@@ -74,7 +77,7 @@ def is_of_handler(error: Exception) -> bool:
 
 def _handlers() -> Iterator[tuple[int, Handler]]:
     """Those written in Python, but for the one that stands for Ctrl-C: that raises what nobody catches."""
-    for signum in signal.valid_signals():
+    for signum in _SIGNALS:
         handler = signal.getsignal(signum)
         if callable(handler) and handler is not signal.default_int_handler:
             yield signum, handler

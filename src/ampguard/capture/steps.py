@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,13 +31,25 @@ MOST_GIVEN_UP = 4096
 WAITS_FOR_OLDER = 256
 """Backward passes before optimizers from before the guard, none of which has stepped, count as left behind."""
 
+_PACKAGE = __name__.partition(".")[0]
 KEPT_STEPS = 64
 """Optimizers' steps remembered: which optimizer made them."""
 
 
 def optimizers_alive() -> list[Optimizer]:
-    """Those that the process holds at this moment. It looks at every object there is: once, as the guard begins."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    """Those that the process holds at this moment, but for our own. It looks at every object there is: once, as the guard
+    begins."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    return [optimizer for optimizer in found if type(optimizer).__module__.partition(".")[0] != _PACKAGE]
+
+
+_Gradient: TypeAlias = tuple[int, int]
+
+
+def _gradients_of(optimizer: Optimizer) -> list[_Gradient]:
+    """Which they are, and how often they were written to; of a parameter without one (0, 0)."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [(id(g), compat.version_of(g)) if g is not None else (0, 0) for g in gradients]
 
 
 class StepCounter:
@@ -45,8 +58,9 @@ class StepCounter:
     def __init__(self) -> None:
         self.count = 0
         self._created: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those from before the guard: any of them may step, or none (an older cell's of a notebook)."""
+        self._older: weakref.WeakKeyDictionary[Optimizer, list[_Gradient]] = weakref.WeakKeyDictionary()
+        """Those from before the guard, and their gradients as it began: any of them may step, or none (an older cell's of a
+        notebook)."""
         self._waits_for_older = False
         self._in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that step in each iteration, as far as is known; and those that were made and are yet to step."""
@@ -101,7 +115,9 @@ class StepCounter:
 
     def is_held(self, tensor: Tensor) -> bool:
         """Whether a known optimizer holds it, or what shares its memory (`p.detach()`)."""
-        groups = (group for optimizer in self._ever | self._created | self._older for group in optimizer.param_groups)
+        groups = (
+            group for optimizer in (*self._ever, *self._created, *self._older) for group in optimizer.param_groups
+        )
         key = compat.storage_key(tensor)
         return any(p is tensor or compat.storage_key(p) == key != 0 for group in groups for p in group["params"])
 
@@ -133,20 +149,21 @@ class StepCounter:
     def made_before(self, optimizers: Iterable[Optimizer]) -> None:
         """These are there as the guard begins."""
         for optimizer in optimizers:
-            self._older.add(optimizer)
+            self._older[optimizer] = _gradients_of(optimizer)
 
     def passed_backward(self, is_scaled: bool = False, called: Callable[[], Iterable[Tensor]] = tuple) -> None:
         """A backward pass of the loop has ended, whoever answers it. `is_scaled`: a scaler scales its loss, which steps some
         optimizer, whether that has gradients or none; `called`: the parameters of the modules that were called."""
         self.backwards += 1
-        if self._older and self.backwards <= WAITS_FOR_OLDER:
-            held = [p for optimizer in self._older for group in optimizer.param_groups for p in group["params"]]
-            if is_scaled or any(p.grad is not None for p in held):
-                self._waits_for_older = True
-            else:
-                self._waits_for_older = not {id(p) for p in held}.isdisjoint(map(id, called()))
-        elif self._older:
+        if not self._older:
+            return
+        if self.backwards > WAITS_FOR_OLDER:
             self._older.clear()
+        elif is_scaled or any(_gradients_of(optimizer) != before for optimizer, before in self._older.items()):
+            self._waits_for_older = True
+        else:
+            held = {id(p) for optimizer in self._older for group in optimizer.param_groups for p in group["params"]}
+            self._waits_for_older = not held.isdisjoint(map(id, called()))
 
     @property
     def is_answered(self) -> bool:

@@ -338,6 +338,9 @@ class Session:
     def on_bad(self, bad: BadResult) -> None:
         if self._overrides is not None and self._overrides.was_before_healing(bad):
             return
+        if self._recorder.counting:  # nothing is run again
+            self._examiner.examine(bad)
+            return
         started = time.perf_counter()
         apart = self._overrides.memory.apart() if self._overrides is not None else contextlib.nullcontext()
         with apart, handlers_may_raise():

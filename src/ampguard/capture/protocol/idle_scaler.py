@@ -74,5 +74,6 @@ class IdleScalers:
         roots = [e for e in self._models.record().events if type(e) is RootCall and e.modes.grad]
         last = [root for root in roots if root.updates_before == roots[-1].updates_before]
         found = {str(dtype).removeprefix("torch.") for r in last for _, enabled, dtype in r.modes.autocast if enabled}
-        is_half = any(p.dtype is torch.float16 for root in last for p in root.module.parameters())
-        return {*found, "float16"} if is_half else found
+        if "float16" not in found and any(p.dtype is torch.float16 for root in last for p in root.module.parameters()):
+            found.add("float16")
+        return found

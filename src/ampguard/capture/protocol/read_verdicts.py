@@ -107,7 +107,7 @@ class Verdict:
                 misused = clip.limits_values or multiplies
             if misused and clip.watch not in told and not (knows_scale or self._holds_scale()):
                 told |= self._tell_clip(clip)
-        if not (knows_scale or self._holds_scale()):
+        if seen.plain.found and not (knows_scale or self._holds_scale()):
             self._tell_plain()
         if seen.asked_if_finite:
             return

@@ -23,9 +23,25 @@ def tree_of(path: str) -> ast.Module | None:
         return None
 
 
+MOST_FUNCTIONS = 1 << 10
+_functions: dict[int, tuple[CodeType, ast.AST | None, ast.AST | None]] = {}
+"""By the identity of the code, which is kept, so that its identity stays its own: the tree of its file, and the function's."""
+
+
 def function_of(code: CodeType) -> ast.AST | None:
     """The source of a function or of a script's module level."""
     tree = tree_of(code.co_filename)
+    known = _functions.get(id(code))
+    if known is not None and known[1] is tree:
+        return known[2]
+    if len(_functions) >= MOST_FUNCTIONS:
+        _functions.clear()
+    found = _function_in(tree, code)
+    _functions[id(code)] = code, tree, found
+    return found
+
+
+def _function_in(tree: ast.AST | None, code: CodeType) -> ast.AST | None:
     if tree is None or code.co_name == "<module>":
         return tree
     for node in ast.walk(tree):

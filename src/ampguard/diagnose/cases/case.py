@@ -12,6 +12,7 @@ from ampguard.capture.record import BadResult
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.incident import Incident
+from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import CodePlace
 
 MOST_NAMED = 3
@@ -102,12 +103,14 @@ def is_thrown_away(bad: BadResult) -> bool:
     return bad.kind == "gradient" and is_withheld and bad.loss_scale is None and bad.error is None
 
 
-def place_of(evidence: Evidence) -> Place:
-    line = evidence.op.line
+def place_of(evidence: Evidence, op: TracedOp | None = None) -> Place:
+    """`op`: the operator to blame, where that is another than the evidence's own."""
+    is_other, op = op is not None, op or evidence.op
+    line = op.line
     file = line.code.co_filename if line is not None else None
-    name = evidence.op.name
-    if evidence.op.outputs:  # healed, a line may fail once more, in float32
-        name += f" in {evidence.op.outputs[0].dtype}"
-    if isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
+    name = op.name
+    if op.outputs:  # healed, a line may fail once more, in float32
+        name += f" in {op.outputs[0].dtype}"
+    if not is_other and isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
         name += " at this loss scale"
-    return name, evidence.op.module, file, line.number if line is not None else None
+    return name, op.module, file, line.number if line is not None else None

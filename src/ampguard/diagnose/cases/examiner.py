@@ -195,6 +195,8 @@ class Examiner:
             finding = find_cause(evidence)
             if finding is not None and self._is_consequence(finding, bad, evidence):
                 return
+            if finding is not None and self._is_told_as_state(finding, bad, evidence):
+                return
             if finding is not None and self._casebook.told_as_mended(finding.cause, bad, evidence.op.place):
                 return
             if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
@@ -222,6 +224,10 @@ class Examiner:
             )
         if not self._casebook.told_alike(incident, bad):
             self._open(incident, evidence, bad)
+
+    def _is_told_as_state(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
+        """Whether what made this was told as the script wrote it to a buffer, from which it was read now."""
+        return "written_to" in finding.evidence and self._casebook.told_before(bad, place_of(evidence, finding.op))
 
     def _look_at_state(self, bad: BadResult) -> None:
         """State of the script's own has gone bad: why is found out now, and told once something has read it (an operator that
