@@ -61,3 +61,32 @@ def test_what_trains_or_rests_on_purpose_is_nobodys_business(guard: Guard, how: 
     run = guard(lambda: tuned(how, is_held))
     assert run.faults == 0, run.stderr
     assert run.report.incidents == ()
+
+
+def test_masters_that_join_are_trained_by_hand(guard: Guard) -> None:
+    """float32 copies of the weights of a block that a half model grows: their gradients are handed to them."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+        pairs = [(p, p.detach().float().clone()) for p in model.parameters()]
+        optimizer = torch.optim.SGD([full for _, full in pairs], lr=0.05)
+        for step in range(STEPS):
+            if step == THAWED:
+                block = nn.Linear(8, 8).bfloat16()
+                model.insert(1, block)
+                joined = [(p, p.detach().float().clone()) for p in block.parameters()]
+                pairs += joined
+                optimizer.add_param_group({"params": [full for _, full in joined]})
+            out = model(torch.randn(16, 8, dtype=torch.bfloat16)).float()
+            nn.functional.cross_entropy(out, torch.randint(4, (16,))).backward()
+            with torch.no_grad():
+                for half, full in pairs:
+                    full.grad, half.grad = half.grad.float(), None
+                optimizer.step()
+                for half, full in pairs:
+                    half.copy_(full)
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.report.incidents == ()

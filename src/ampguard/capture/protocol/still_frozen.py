@@ -20,6 +20,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Line
+from ampguard.compat import version_of
 from ampguard.protocol.events import Breach
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ ENOUGH_STEPS = 8
 class _Meant:
     """Parameters that were frozen when this was first seen."""
 
-    parameters: list[weakref.ref[Tensor]]
+    parameters: list[tuple[weakref.ref[Tensor], int]]
+    """And how often each had been written to."""
     since_step: int
     """Of the optimizer."""
     iteration: int
@@ -42,7 +44,11 @@ class _Meant:
     """The one whose attribute says that they are to be trained."""
 
     def left(self) -> list[Tensor]:
-        return [p for ref in self.parameters if (p := ref()) is not None]
+        return [p for ref, _ in self.parameters if (p := ref()) is not None]
+
+    def are_trained_by_hand(self) -> bool:
+        """Whether they were written to since: a script gives its masters their gradients itself."""
+        return any((p := ref()) is not None and version_of(p) != version for ref, version in self.parameters)
 
 
 class StillFrozen:
@@ -60,21 +66,19 @@ class StillFrozen:
         watch, frozen = self._moves.watches.optimizer(optimizer), list(parameters)
         if watch.steps and is_frozen(frozen):
             now = self._moves.recorder.steps.count
-            refs = list(map(weakref.ref, frozen))
-            self._meant.setdefault(watch, []).append(_Meant(refs, watch.steps, now, script_line(frame)))
+            self._meant.setdefault(watch, []).append(_Meant(_noted(frozen), watch.steps, now, script_line(frame)))
 
     def look(self, watch: OptimizerWatch) -> None:
         """Tell of those that are frozen still, after enough steps."""
         known = self._meant.setdefault(watch, [])
         for module, parameters in self._with_attribute(watch):
             if all(meant.module is None or meant.module() is not module for meant in known):
-                refs = list(map(weakref.ref, parameters))
-                known.append(_Meant(refs, watch.steps, self._moves.attempt, module=weakref.ref(module)))
+                known.append(_Meant(_noted(parameters), watch.steps, self._moves.attempt, module=weakref.ref(module)))
         for meant in [meant for meant in known if watch.steps - meant.since_step >= ENOUGH_STEPS]:
             known.remove(meant)
             left, says_so = meant.left(), meant.module is None or _says_so(meant.module())
             is_news = any(id(p) not in self._told for p in left)
-            if is_news and says_so and is_frozen(left):
+            if is_news and says_so and is_frozen(left) and not meant.are_trained_by_hand():
                 self._told |= set(map(id, left))
                 self._tell(watch, meant, left)
 
@@ -108,6 +112,10 @@ class StillFrozen:
         ids = set(map(id, parameters))
         parts = (part for root, _ in self._models.roots() for part in root.modules())
         return [part for part in parts if any(id(p) in ids for p in part.parameters())]
+
+
+def _noted(parameters: Iterable[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
+    return [(weakref.ref(p), version_of(p)) for p in parameters]
 
 
 def _says_so(module: nn.Module | None) -> bool:

@@ -34,7 +34,7 @@ SEARCHING = COPIES | {"add", "sub"}
 
 CHOOSING = frozenset(["max", "amax", "min", "amin"])
 
-OF_EACH = frozenset(["_log_softmax", "mul", "div"])
+OF_EACH = frozenset(["_log_softmax", "log_softmax", "mul", "div"])
 """What leaves the infinity of an element alone: its log-probability, its score at another temperature."""
 
 

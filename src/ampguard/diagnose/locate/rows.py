@@ -15,7 +15,7 @@ from ampguard.diagnose.locate.chain import Link
 from ampguard.diagnose.locate.contributions import BY_SAMPLE, ROWS_AND_COLUMNS, contributing
 from ampguard.numerics import NEG_INF
 
-MAXIMA = frozenset({"amax", "max", "_softmax"})
+MAXIMA = frozenset({"amax", "max", "_softmax", "softmax"})
 
 
 def is_masks_doing(evidence: Evidence) -> bool:
