@@ -73,7 +73,7 @@ class RemadeGradients:
         for event in self._behind(targets):
             if isinstance(event, GlueOp):
                 given += [held.value for held in held_by(event)]
-            else:
+            elif isinstance(event, BackwardCall):  # (what a call of a module has made bad is found in it)
                 given += [t for ref in event.outputs if (t := ref()) is not None]
         return all_finite_on_cpu(t for t in given if t.is_cpu and t.is_floating_point() and not t.is_meta)
 
