@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +66,59 @@ def test_it_is_the_line_of_the_failure(guard: Guard, how: str, step_of_change: i
     assert incident.location.code.endswith("# changed") or "nn.Linear" in incident.location.code, incident.location
     assert incident.location.function == "trained"
     assert "optimizer.step()" in incident.explanation
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.net = Small()
+        self.best = copy.deepcopy(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def restore(self, how: str) -> None:
+        if how == "copied":
+            self.net = copy.deepcopy(self.best)
+        elif how == "made":
+            self.net = Small()
+        elif how == "loaded":
+            kept = io.BytesIO()
+            torch.save(self.best, kept)
+            kept.seek(0)
+            self.net = torch.load(kept, weights_only=False)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.net(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("copied", "self.net = copy.deepcopy(self.best)"),
+        ("made", "self.net = Small()"),
+        ("loaded", "self.net = torch.load(kept, weights_only=False)"),
+    ],
+)
+def test_a_model_that_takes_the_place_of_the_trained_one(how: str, code: str, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        trainer = Trainer()
+        for it in range(24):
+            if it == 12:
+                trainer.restore(how)
+            trainer.step()
+
+    run = guard(body)
+    assert (run.faults, run.causes, run.first.step) == (0, ["stale-parameters"], 12), run.stderr
+    assert run.first.location.code == code
+    assert "steps at test_put_in.py" in run.first.explanation

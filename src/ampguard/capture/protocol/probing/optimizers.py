@@ -47,6 +47,7 @@ class OptimizerProbe:
         replace(Optimizer, "load_state_dict", noting(after=self._loaded))
         replace(Optimizer, "add_param_group", noting(after=self._joined))
         replace(nn.Module, "register_parameter", self._watch_register)
+        replace(nn.Module, "__setstate__", self._watch_restored)
         replace(nn.Module, "zero_grad", self._watch_module_clear)
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -199,6 +200,18 @@ class OptimizerProbe:
     def _cleared(self, optimizer: Optimizer, frame: Frame) -> None:
         self._witness.close_window()
         self._witness.moves.cleared(optimizer, frame)
+
+    def _watch_restored(self, original: Call) -> Call:
+        """A module is copied (`copy.deepcopy`), or loaded as a whole: each of its parts is, the whole as the last."""
+        watches, put_in, guarded = self._witness.moves.watches, self._witness.moves.put_in, self._witness.guarded
+
+        @functools.wraps(original)
+        def __setstate__(module: nn.Module, state: Any) -> None:  # noqa: N807
+            original(module, state)
+            if watches.optimizers:
+                guarded(put_in.registered, module, sys._getframe(1))
+
+        return __setstate__
 
     def _watch_register(self, original: Call) -> Call:
         watches, built = self._witness.moves.watches, self._witness.unfrozen.built
