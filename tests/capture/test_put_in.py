@@ -122,3 +122,36 @@ def test_a_model_that_takes_the_place_of_the_trained_one(how: str, code: str, gu
     assert (run.faults, run.causes, run.first.step) == (0, ["stale-parameters"], 12), run.stderr
     assert run.first.location.code == code
     assert "steps at test_put_in.py" in run.first.explanation
+
+
+def test_two_heads_that_are_made_anew(guard: Guard) -> None:
+    """The first of them is told."""
+
+    class Duel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 8)
+            self.reset()
+
+        def reset(self) -> None:
+            self.value = nn.Linear(8, 1)
+            self.advantage = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.body(x))
+            return self.value(h) + self.advantage(h)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Duel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for it in range(24):
+            if it == 12:
+                model.reset()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert (run.faults, run.causes, run.first.step) == (0, ["stale-parameters"], 12), run.stderr
+    assert run.first.location.code == "self.value = nn.Linear(8, 1)"

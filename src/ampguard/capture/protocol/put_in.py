@@ -34,14 +34,20 @@ class PutIn:
             self._put.append((weakref.ref(part), script_line(_outside_constructors(frame))))
 
     def line_of(self, parameters: Iterable[Tensor]) -> Line | None:
-        """Where the last of these, or of the modules that hold any of them, was put in its place: in what they all hang."""
+        """Where the first of these, or of the modules that hold any of them, was put in its place; parts of others are not
+        asked, which came into those before."""
         wanted = set(map(id, parameters))
+        inside: set[int] = set()
+        first: Line | None = None
         for ref, line in reversed(self._put):
             part = ref()
-            inside = part.parameters() if isinstance(part, nn.Module) else (part,)
-            if any(id(p) in wanted for p in inside if p is not None):
-                return line
-        return None
+            held = [part] if part is not None else []
+            if isinstance(part, nn.Module):
+                held = [*part.modules(), *part.parameters()]
+            if id(part) not in inside and any(id(p) in wanted for p in held):
+                first = line
+                inside |= set(map(id, held))
+        return first
 
 
 def _outside_constructors(frame: FrameType) -> FrameType:
