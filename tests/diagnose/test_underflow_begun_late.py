@@ -68,3 +68,25 @@ def test_an_optimizer_that_comes_late_is_looked_at_from_its_first_step(guard: Gu
     assert fixes["raise-loss-scale"].verified
     assert run.first.evidence["saving_scale"] > 2.0**16
     assert fixes["use-bf16"].verified
+
+
+def test_all_but_the_last_layer_from_the_first_step_on(guard: Guard) -> None:
+    """The last one's gradients are sums over many positions, and not lost: what lies before it has nothing but zeros."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        head = nn.Conv2d(8, 4, 1)
+        nn.init.normal_(head.weight, std=1e-5)
+        opt = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=1e-4)
+        for _ in range(12):
+            x, heat = torch.rand(16, 1, 48, 48), torch.rand(16, 4, 48, 48)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.mse_loss(head(body(x)), heat)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.causes, run.first.step) == (["gradient-underflow"], 0), run.stderr

@@ -37,20 +37,39 @@ def gradient_underflow(situation: Situation) -> Iterator[str]:
 
 
 def faint_since(looks: Sequence[WeightSample]) -> int | None:
-    """The first of the newest optimizer's looks in a row in which some gradients stood at float16's lower edge, or all were 0.
-    None: not now.
+    """The first of the newest optimizer's looks in a row in which some gradients stood at float16's lower edge, or all were 0;
+    where none stands there now, in which those layers had nothing but zeros that have nothing else now. None: not now.
 
-    One layer of zeros says nothing there: it may be behind one that was initialised to zero.
+    One layer of zeros says nothing else: it may be behind one that was initialised to zero.
     """
     since = None
+    dead = (
+        set[int]()
+        if any(map(_is_partly_faint, looks[-1].layers))
+        else set(map(_key, filter(_is_dead, looks[-1].layers)))
+    )
     for look in reversed(looks):
         if look.optimizer() is not looks[-1].optimizer():
             continue
-        are_zero = [layer.zeros == layer.elements for layer in look.layers]
-        if not all(are_zero) and not any(is_faint(layer) for layer in look.layers if layer.zeros < layer.elements):
+        are_zero = [_is_dead(layer) for layer in look.layers]
+        mine = [layer for layer in look.layers if _key(layer) in dead]
+        is_dead = bool(mine) and all(map(_is_dead, mine))
+        if not all(are_zero) and not is_dead and not any(map(_is_partly_faint, look.layers)):
             break
         since = look.step
     return since
+
+
+def _key(layer: LayerSample) -> int:
+    return id(layer.parameter())
+
+
+def _is_dead(layer: LayerSample) -> bool:
+    return layer.zeros == layer.elements
+
+
+def _is_partly_faint(layer: LayerSample) -> bool:
+    return not _is_dead(layer) and is_faint(layer)
 
 
 def is_suspect(layer: LayerSample, step: int) -> bool:
@@ -60,7 +79,7 @@ def is_suspect(layer: LayerSample, step: int) -> bool:
     A layer behind one that was initialised to zero has no gradient in the first step, and a run that fails at once has
     another trouble.
     """
-    if layer.zeros == layer.elements:
+    if _is_dead(layer):
         return step >= SETTLED
     if step == 0:
         return False
