@@ -50,8 +50,7 @@ class BadSince:
         if spoiled_by is not None:
             text = f"It was {spoiled(spoiled_by.incident, facts)}"
             incident = _reset_behind(incident, spoiled_by)
-        elif facts.get("made_before") is not None or facts.get("made_in_step") is not None:
-            facts["since_step"] = incident.step if facts.get("made_in_step") is not None else None
+        elif facts.get("made_before") is not None:
             return msgspec.structs.replace(incident, evidence=facts)  # all is said
         elif (memory := facts.get("uninitialised_at")) is not None:
             where = f"{Path(memory['file']).name}:{memory['line']}"
