@@ -101,3 +101,39 @@ def test_loss_of_the_same_batch_once_more(guard: Guard) -> None:
     run = guard(body)
     assert run.faults == 0
     assert [(i.cause, i.severity, i.step) for i in run.report.incidents] == [("fp16-overflow", "info", 0)], run.stderr
+
+
+def test_bad_gradients_of_the_second_loss_are_told(guard: Guard) -> None:
+    """The loss that the script goes on with is finite, and its derivative is not."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor, gain: float) -> Tensor:
+            energy = (gain * self.layer(x).abs().sum()).exp()
+            if gain < 1.0:
+                return energy.log() + (self.layer(x) - self.layer(x)).square().sum().sqrt()
+            return energy.log()
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Spread()
+        opt = torch.optim.SGD(model.parameters(), 1e-4)
+        for it in range(6):
+            x = torch.randn(8, 6)
+            loss = model(x, 1e4 if it == AT else 1.0)
+            if not torch.isfinite(loss):
+                loss = model(x, 1e-3)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    run = guard(body)
+    told = {(i.cause, i.severity) for i in run.report.incidents if i.step == AT}
+    assert run.faults == 0
+    assert ("overflow", "info") in told, run.stderr
+    assert any(i.phase == "backward" and i.severity == "error" for i in run.report.incidents if i.step == AT), (
+        run.stderr
+    )

@@ -374,8 +374,13 @@ class Judge:
         """A call in evaluation has returned finite numbers: where one before it that was given the same did not, the script
         has tried again."""
         if any(bad.kind == "output" for bad in self.suspects) and self._tried_again.is_second(root):
-            self.suspects = [dataclasses.replace(bad, may_be_meant="again") for bad in self.suspects]
+            self._mark_as_tried_again(lambda bad: bad.kind == "output")
             self.settle_all()
+
+    def _mark_as_tried_again(self, is_one: Callable[[BadResult], bool]) -> None:
+        self.suspects = [
+            dataclasses.replace(bad, may_be_meant="again") if is_one(bad) else bad for bad in self.suspects
+        ]
 
     def settle_all(self) -> None:
         """Report every suspect."""
@@ -388,7 +393,7 @@ class Judge:
                 bad = self._as_one_of_groups(bad)
             if bad.kind == "output" and all(isinstance(t, Ref) and t.event in behind for t in bad.targets):
                 continue  # a teacher's: the loss that was made from it is told
-            if bad.mode == "train":
+            if bad.mode == "train" and bad.may_be_meant != "again":  # (else the step goes on with a finite one)
                 self.bad_loss_step = bad.step
                 self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
@@ -497,13 +502,11 @@ class Judge:
         reached = lineage.events_behind_gradients(self._log.record)
         record = self._log.record
         left_out = self._questioned.left_out(record, losses)
-        behind = set[int]().union(*(lineage.events_behind(record, ref.event) for ref in losses if isinstance(ref, Ref)))
-        calls = [record.event(index) for index in behind]
-        if any(self._tried_again.is_made_good(bad, calls) for bad in self.suspects):
-            self.suspects = [
-                dataclasses.replace(bad, may_be_meant="again") if self._tried_again.is_made_good(bad, calls) else bad
-                for bad in self.suspects
-            ]
+        if self._tried_again.is_waiting:
+            refs = (ref for ref in losses if isinstance(ref, Ref))
+            behind = set[int]().union(*(lineage.events_behind(record, ref.event) for ref in refs))
+            calls = [record.event(index) for index in behind]
+            self._mark_as_tried_again(lambda bad: self._tried_again.is_made_good(bad, calls))
         self.suspects = [
             bad
             for bad in self.suspects

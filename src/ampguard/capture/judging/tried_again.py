@@ -48,6 +48,11 @@ class TriedAgain:
         self._first, self._waited_since = root, self.asked_at
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a second call may be under way, or over."""
+        return self._first is not None
+
     def ends(self) -> None:
         """What was bad is told, or nobody's business."""
         self._first = None
