@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ampguard import compat
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
 
@@ -44,11 +45,11 @@ class LoadedWeights:
             module = load.module()
             if module is None or load.written.get(id(tensor)) != version_of(tensor):
                 continue
-            if any(t is tensor for t in (*module.parameters(), *module.buffers())):
+            if any(t is tensor for t in compat.all_tensors(module)):
                 return load.line
         return None
 
 
 def versions(module: nn.Module) -> Versions:
     """How often each parameter and buffer of a module has been written to, by its identity."""
-    return {id(t): version_of(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
+    return {id(t): version_of(t) for t in compat.all_tensors(module) if not is_lazy(t)}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ampguard.compat.device_graphs import without_graphs_in_modules
+from ampguard.compat.members import own_children
 from ampguard.compat.modes import DYNAMO, HAS_CUDA, cuda_is_in_use
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -37,8 +38,7 @@ def any_compiled(module: torch.nn.Module) -> bool:
         if is_compiled(part):
             return True
         seen.add(id(part))
-        children = part.__dict__.get("_modules")
-        stack += children.values() if isinstance(children, dict) else part.children()  # a ScriptModule's are in C++
+        stack += own_children(part).values()
     return False
 
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ampguard.compat.members import children_of, parameters_of
+
 MODULE_BACKWARD_HOOK: type | None = getattr(torch.utils.hooks, "BackwardHook", None)
 """Made in each call of a module that has full backward hooks, with these hooks."""
 
@@ -28,49 +30,6 @@ def parts_of_loader(iterator: object) -> tuple[object, object, bool]:
 def is_replica(module: torch.nn.Module) -> bool:
     """Whether DataParallel has made it, for one call."""
     return bool(module.__dict__.get("_is_replica", False))
-
-
-def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
-    return _own(module, "_parameters")
-
-
-def all_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What `module.parameters()` yields, in the same order and much quicker: nothing is named on the way."""
-    found: dict[int, torch.nn.Parameter] = {}
-    stack: list[Any] = [module]
-    while stack:
-        part = stack.pop()
-        own = part.__dict__
-        parameters, children = own.get("_parameters"), own.get("_modules")
-        if not isinstance(parameters, dict) or not isinstance(children, dict):  # a ScriptModule's are in C++
-            return list(module.parameters())
-        for parameter in parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-        if children:
-            stack += [child for child in reversed(children.values()) if child is not None]
-    return list(found.values())
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own buffers by name: the dictionary itself. Empty for a ScriptModule."""
-    return _own(module, "_buffers")
-
-
-def children_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own children by name: the dictionary itself. Empty for a ScriptModule."""
-    return _own(module, "_modules")
-
-
-def is_built(module: torch.nn.Module) -> bool:
-    """Whether `nn.Module.__init__` has run. A class may call its methods, and other modules, before it does that."""
-    return hasattr(module, "_modules")
-
-
-def _own(module: torch.nn.Module, name: str) -> dict[str, Any]:
-    found = module.__dict__.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def hook_dictionaries(module: torch.nn.Module) -> list[dict[Any, Any]]:

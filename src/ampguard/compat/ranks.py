@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from ampguard.compat.members import all_modules, all_parameters, named_parameters
+
 
 def needs_other_ranks(module: torch.nn.Module) -> bool:
     """Whether a call of the module gathers parameters from other ranks: FSDP of either kind, tensor parallelism."""
     if "torch.distributed.tensor" not in sys.modules and "torch.distributed.fsdp" not in sys.modules:
         return False
     kinds = _sharding_modules()
-    sharded = any(isinstance(inner, kinds) for inner in module.modules()) if kinds else False
-    return sharded or any(hasattr(p, "_local_tensor") for p in module.parameters())
+    sharded = any(isinstance(inner, kinds) for inner in all_modules(module)) if kinds else False
+    return sharded or any(hasattr(p, "_local_tensor") for p in all_parameters(module))
 
 
 def sharded_compute_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
@@ -34,7 +36,7 @@ def _sharding_policies(module: torch.nn.Module) -> Iterator[tuple[str, torch.dty
     undone for a replay."""
     kinds = _sharding_modules()
     policies = [fsdp_precision(state) for state in fsdp_states(module)]
-    policies += [getattr(inner, "mixed_precision", None) for inner in module.modules() if isinstance(inner, kinds)]
+    policies += [getattr(inner, "mixed_precision", None) for inner in all_modules(module) if isinstance(inner, kinds)]
     for policy in policies:
         dtype = getattr(policy, "param_dtype", None)
         if isinstance(dtype, torch.dtype):
@@ -81,7 +83,7 @@ def replicated_by(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[
     if getattr(join, "enable", False) or any(type(state).__name__ == "PostLocalSGDState" for _, state in hooks):
         return None
     ignored = getattr(ddp, "parameters_to_ignore", ())
-    named: Iterator[tuple[str, torch.nn.Parameter]] = ddp.module.named_parameters()
+    named = named_parameters(ddp.module).items()
     return [(n, p) for n, p in named if p.requires_grad and n not in ignored and not hasattr(p, "_local_tensor")]
 
 
@@ -113,7 +115,7 @@ def fsdp_states(module: torch.nn.Module) -> list[Any]:
     """What `fully_shard` keeps for the modules under one; empty where PyTorch does not say."""
     known = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     state_of = getattr(known, "_get_module_fsdp_state", None)
-    found = [state_of(inner) for inner in module.modules()] if state_of is not None else []
+    found = [state_of(inner) for inner in all_modules(module)] if state_of is not None else []
     return list({id(state): state for state in found if state is not None}.values())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.compiled.functions import CompiledFunction
 from ampguard.capture.events.operands import held_in, refs_in, refs_of
 from ampguard.capture.record import BadResult, GlueOp, Line, RootCall
@@ -253,7 +254,7 @@ def phase_of(evidence: Evidence) -> Phase:
         return "data"
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
-    with_weights = [r for r in roots if any(True for _ in r.module.parameters())]
+    with_weights = [r for r in roots if compat.has_parameters(r.module)]
     if isinstance(event, RootCall) and isinstance(event.module, CompiledFunction) and evidence.op.root is None:
         called = [op.index for op in evidence.trace.ops if op.event == event.index and op.owner is not None]
         return "data" if called and evidence.op.index < called[0] else "loss"

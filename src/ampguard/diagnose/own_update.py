@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.events.written_weights import parameter_behind
 from ampguard.capture.record import GlueOp, Ref, RootCall
 from ampguard.diagnose.evidence import Evidence
@@ -25,7 +26,7 @@ def is_an_update(evidence: Evidence) -> bool:
 
 
 def _swapped(root: RootCall) -> list[nn.Parameter]:
-    return [p for name, p in root.module.named_parameters() if name in root.swapped_state]
+    return [p for name, p in compat.named_parameters(root.module).items() if name in root.swapped_state]
 
 
 def _is_trained(target: object, evidence: Evidence) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from ampguard import compat
 from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose.code.source import whole_statement
 from ampguard.diagnose.code.text import without_comment
@@ -62,7 +63,7 @@ def place(evidence: Evidence) -> str:
         return "outside every module" if name is None else "in the root module's forward"
     roots = [event for event in evidence.events() if isinstance(event, RootCall)]
     own = next((type(root.module).__name__ for root in roots if root.index == evidence.op.event), None)
-    of_model = [root.index for root in roots if any(True for _ in root.module.parameters())]
+    of_model = [root.index for root in roots if compat.has_parameters(root.module)]
     is_beside = own is not None and bool(of_model) and evidence.op.event not in of_model
     return f"in {own}'s forward" if is_beside else "in the root module's forward"
 

@@ -58,7 +58,7 @@ class RanksOfModels:
         """
         if not compat.several_ranks():
             return here
-        device = next((p.device for model in self._models for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for model in self._models for p in compat.all_parameters(model)), torch.device("cpu"))
         flag = torch.tensor(float(here), device=device)
         for group in self._groups():
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
@@ -75,14 +75,16 @@ class RanksOfModels:
             if compat.replicated_by(ddp) is not None and compat.averaged_last_gradients(ddp)
         ]
         for model in self._models:
-            meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+            meshes = (getattr(parameter, "device_mesh", None) for parameter in compat.all_parameters(model))
             groups += [group for mesh in dict.fromkeys(meshes) if mesh is not None for group in mesh.get_all_groups()]
         return list({id(group): group for group in groups}.values())
 
     def _found_wrappers(self) -> list[DistributedDataParallel]:
         """DDP around the models, in them, or (wrapped after they were given away) anywhere in this process."""
-        inside = [m for model in self._models for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        own = {id(module) for model in self._models for module in model.modules()}
+        inside = [
+            m for model in self._models for m in compat.all_modules(model) if isinstance(m, DistributedDataParallel)
+        ]
+        own = {id(module) for model in self._models for module in compat.all_modules(model)}
         around = [
             thing
             for thing in gc.get_objects()

@@ -78,7 +78,7 @@ class Amp:
         flat = refuse_strangers(self.models, self.optimizers)
         options.refuse_numbers(max_grad_norm, accumulate, patience, init_scale, growth_interval)
         roots = list(self.models.values())
-        all_parameters = [p for model in roots for p in model.parameters()]
+        all_parameters = [p for model in roots for p in compat.all_parameters(model)]
         device = all_parameters[0].device if all_parameters else torch.device("cpu")
         kind = mode_named(precision)
         evaluation = mode_named(eval_precision, "eval_precision") if eval_precision is not None else kind

@@ -75,7 +75,7 @@ def refuse_wide_weights(models: Mapping[str, nn.Module], mode: Precision) -> Non
     Under autocast float64 weights are harmless, and the mode is without effect: that is a warning.
     """
     for name, model in models.items():
-        weights = [p for p in model.parameters() if p.is_floating_point()]
+        weights = [p for p in compat.all_parameters(model) if p.is_floating_point()]
         if mode.weights_dtype != torch.float32 and weights and not any(map(is_castable, weights)):
             raise PrecisionError(
                 f"precision {mode.name!r} casts float32 weights, and those of `{name}` are {weights[0].dtype}\n"

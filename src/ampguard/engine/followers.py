@@ -179,14 +179,18 @@ def _refuse_arguments(scheduler: Any) -> None:
 
 def _trainer(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> str:
     """The first optimizer that holds any parameter of the model."""
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in compat.all_parameters(model)}
     held = {name: {id(p) for group in o.param_groups for p in group["params"]} for name, o in optimizers.items()}
     return next((name for name, ids in held.items() if ids & own), next(iter(optimizers)))
 
 
 def _model_of(average: Any, models: Mapping[str, nn.Module]) -> nn.Module:
     """The model that it keeps a copy of, where that is one of several; else the first."""
-    kept = average.children() if isinstance(average, nn.Module) else getattr(average, "__dict__", {}).values()
+    kept = (
+        compat.own_children(average).values()
+        if isinstance(average, nn.Module)
+        else getattr(average, "__dict__", {}).values()
+    )
     copies = [thing for thing in kept if isinstance(thing, nn.Module)]
     alike = [model for model in models.values() if any(_are_alike(compat.unwrapped(model), kept) for kept in copies)]
     equal = [model for model in alike if any(_are_equal(model, kept) for kept in copies)]
@@ -194,11 +198,13 @@ def _model_of(average: Any, models: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:
-    return type(one) is type(other) and [p.shape for p in one.parameters()] == [p.shape for p in other.parameters()]
+    return type(one) is type(other) and [p.shape for p in compat.all_parameters(one)] == [
+        p.shape for p in compat.all_parameters(other)
+    ]
 
 
 def _are_equal(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=False)
+    pairs = zip(compat.all_parameters(one), compat.all_parameters(other), strict=False)
     return all(a.shape == b.shape and torch.equal(a.detach().to(b.device, b.dtype), b.detach()) for a, b in pairs)
 
 

@@ -23,7 +23,7 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
     meant. A module that is held twice may be named by either path. Raises PatternError for a pattern that matches
     nothing, or nothing that is ever called.
     """
-    modules = dict(model.named_modules())
+    modules = dict(compat.named_modules(model))
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
         matched = _matched(modules, pattern)
@@ -66,7 +66,9 @@ def called_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         if getattr(forward, "__func__", None) is not nn.Module.forward:
             called[name] = module
         else:
-            called |= called_in({f"{name}.{child}".lstrip("."): held for child, held in module.named_children()})
+            called |= called_in(
+                {f"{name}.{child}".lstrip("."): held for child, held in compat.own_children(module).items()}
+            )
     return called
 
 

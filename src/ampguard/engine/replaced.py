@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.engine import misuse
 from ampguard.engine.holding import Holding
 from ampguard.engine.setup import parameter_names
@@ -36,7 +37,7 @@ def refuse_replaced(
     """
     for holding in holdings:
         holding.misses_more = False
-    present = {id(p): p for model in models.values() for p in model.parameters()}
+    present = {id(p): p for model in models.values() for p in compat.all_parameters(model)}
     held = [(holding, parameter_of(p)) for holding in holdings for p in holding.parameters]
     of_holdings = {id(p) for _, p in held}
     gone = [(holding, p) for holding, p in held if id(p) in names and id(p) not in present]

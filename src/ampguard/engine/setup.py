@@ -63,7 +63,7 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """The name of each parameter by identity; with the model's name in front where there are several."""
     names: dict[int, str] = {}
     for model_name, model in models.items():
-        for name, parameter in compat.unwrapped(model).named_parameters():
+        for name, parameter in compat.named_parameters(compat.unwrapped(model)).items():
             names.setdefault(id(parameter), name if len(models) == 1 else f"{model_name}.{name}")
     return names
 
@@ -86,8 +86,8 @@ def refuse_strangers(
     Raises SetupError for an optimizer that updates anything else, or a parameter that another one updates too.
     `parameter_of` gives the model's parameter for what an optimizer holds.
     """
-    own = {id(p) for model in models.values() for p in model.parameters()}
-    memory = {compat.storage_key(p) for model in models.values() for p in model.parameters()} - {0}
+    own = {id(p) for model in models.values() for p in compat.all_parameters(model)}
+    memory = {compat.storage_key(p) for model in models.values() for p in compat.all_parameters(model)} - {0}
     flat: dict[str, list[Tensor]] = {}
     owner: dict[int, str] = {}
     for name, optimizer in optimizers.items():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.arguments import refuse_loss
 from ampguard.engine.own_loop import precision as precision_named
 from ampguard.errors import LossError, SetupError
@@ -286,4 +287,4 @@ def _refuse_several_devices(model: nn.Module) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return next((p.device for p in compat.all_parameters(model)), torch.device("cpu"))

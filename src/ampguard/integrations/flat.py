@@ -20,7 +20,7 @@ class FlatGradients:
     """The flat buffers among an optimizer's parameters, and the model's parameters that lie in them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        own = {id(p) for p in model.parameters()}
+        own = {id(p) for p in compat.all_parameters(model)}
         self._flats = [
             flat
             for buffer in parameters_of(optimizer)
@@ -40,7 +40,7 @@ class _Flat:
     def __init__(self, buffer: Tensor, model: nn.Module) -> None:
         key = compat.storage_key(buffer)
         self.buffer = buffer
-        self.inside = [p for p in model.parameters() if key and compat.storage_key(p) == key]
+        self.inside = [p for p in compat.all_parameters(model) if key and compat.storage_key(p) == key]
         self.gradient = _around(buffer, self.inside) if buffer.grad is None else buffer.grad
 
     def restore(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from ampguard import compat
 from ampguard.engine.own_loop import device_type_of
 from ampguard.errors import SetupError
 from ampguard.integrations import lightning_packages as packages
@@ -133,7 +134,7 @@ class GuardedPrecision:
         for ref in self._modules:
             module = ref()
             if module is not None:
-                yield from module.parameters()
+                yield from compat.all_parameters(module)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.compat import only_for_others
 from ampguard.engine import misuse
 from ampguard.engine.announce import Announcer
@@ -78,7 +79,7 @@ class EngineScaler:
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
         self._model = model
-        device = next((p.device for p in model.parameters()), None) if model is not None else None
+        device = next((p.device for p in compat.all_parameters(model)), None) if model is not None else None
         self._loss_scale = LossScale(device or "cpu", init_scale=init_scale, growth_interval=growth_interval)
         self._announcer = self._new_announcer()
         self._updating: dict[int, Updating] = {}

@@ -40,7 +40,7 @@ class Updating:
 
 def held(optimizer: Optimizer, model: nn.Module | None, leaf_of: Callable[[Tensor], Tensor]) -> Holding:
     """With the flat buffers among its parameters, where the model is known. `leaf_of`: the weight of a master."""
-    models_parameters: list[Tensor] = list(model.parameters()) if model is not None else []
+    models_parameters: list[Tensor] = [*compat.all_parameters(model)] if model is not None else []
     own = {id(p) for p in models_parameters}
     memory = {compat.storage_key(p) for p in models_parameters} - {0}
     flat = [p for p in parameters_of(optimizer) if id(p) not in own and compat.storage_key(p) in memory]

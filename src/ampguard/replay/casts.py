@@ -61,7 +61,9 @@ class WeightCasts:
             return False
         roots = [event for event in events if isinstance(event, RootCall) and event.region != NO_REGION]
         regions = {root.index: root.region for root in roots}
-        weights = {compat.storage_key(p) for root in roots for p in root.module.parameters() if p.requires_grad}
+        weights = {
+            compat.storage_key(p) for root in roots for p in compat.all_parameters(root.module) if p.requires_grad
+        }
         casts = [
             (regions[op.event], op.inputs[0].storage)
             for op in trace.ops

@@ -82,7 +82,7 @@ def _parameters(replayer: Replayer) -> tuple[Tensor, ...]:
     """What the loss was made from and trains."""
     found: dict[int, Tensor] = {}
     for event in replayer.events:
-        own = event.module.parameters() if isinstance(event, RootCall) else ()
+        own = compat.all_parameters(event.module) if isinstance(event, RootCall) else ()
         held = (held.tensor for held in held_by(event))
         found |= {id(t): t for t in (*own, *held) if compat.is_wanting_leaf(t)}
     return tuple(found.values())

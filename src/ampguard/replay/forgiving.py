@@ -17,7 +17,7 @@ def forgiving_hooks(events: Iterable[Event]) -> Iterator[None]:
     roots = {id(event.module): event.module for event in events if isinstance(event, RootCall)}
     changed: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
     for root in roots.values():
-        for module in root.modules():
+        for module in compat.all_modules(root):
             for hooks in compat.hook_dictionaries(module):
                 if hooks and id(hooks) not in changed:
                     changed[id(hooks)] = hooks, dict(hooks)
@@ -33,7 +33,7 @@ def forgiving_hooks(events: Iterable[Event]) -> Iterator[None]:
 def calls_hooks(bad: BadResult) -> bool:
     """Whether modules that a step called have hooks."""
     roots = {id(event.module): event.module for event in bad.record.events if isinstance(event, RootCall)}
-    return any(any(compat.hook_dictionaries(module)) for root in roots.values() for module in root.modules())
+    return any(any(compat.hook_dictionaries(module)) for root in roots.values() for module in compat.all_modules(root))
 
 
 def _forgiven(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,12 +37,12 @@ def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
 def parts_by_name(root: nn.Module, prefix: str) -> dict[str, nn.Module]:
     """The modules of a root as the user's code names them: without wrappers' prefixes."""
     names = module_names(root, prefix)
-    return {names[id(module)]: module for module in root.modules() if id(module) in names}
+    return {names[id(module)]: module for module in compat.all_modules(root) if id(module) in names}
 
 
 def roots_in(root: nn.Module) -> list[nn.Module]:
     """The module itself; in place of a compiled function the modules that it can call."""
-    return list(root.children()) if isinstance(root, CompiledFunction) else [root]
+    return list(compat.own_children(root).values()) if isinstance(root, CompiledFunction) else [root]
 
 
 def names_of_called(modules: Iterable[nn.Module], prefixes: Mapping[int, str]) -> dict[int, str]:
@@ -55,7 +55,7 @@ def names_of_called(modules: Iterable[nn.Module], prefixes: Mapping[int, str]) -
         root = own.get(id(module), module)
         found = module_names(root, prefixes.get(id(module)) or paths.get(id(root), ""))
         if root is not module:  # what a library put around it goes by its name
-            found |= {id(around): found[id(root)] for around in module.modules() if id(around) not in found}
+            found |= {id(around): found[id(root)] for around in compat.all_modules(module) if id(around) not in found}
         names = found | names
     return names
 
@@ -66,7 +66,7 @@ def _put_around(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     The script cannot name the outer one; it holds nothing but a single module, which the script can.
     """
     foreign = {id(module): module for module in modules if _only_child(module) is not None}
-    nameable = {id(part) for top in named_modules() for part in top.modules()} if foreign else set()
+    nameable = {id(part) for top in named_modules() for part in compat.all_modules(top)} if foreign else set()
     found: dict[int, nn.Module] = {}
     for key, module in foreign.items():
         inner: nn.Module | None = module
@@ -104,7 +104,7 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
     named = {id(module): module for module in named_modules()} if wanted else {}
     found: dict[int, str] = {}
     for top in sorted(named.values(), key=_size, reverse=True):  # what hangs in another is named from there
-        for parent in top.modules():
+        for parent in compat.all_modules(top):
             for child in compat.children_of(parent).values():
                 if id(child) in wanted - found.keys() and (isinstance(parent, HOLDERS) or id(child) not in named):
                     found[id(child)] = module_names(top)[id(child)]
@@ -115,13 +115,13 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.modules())
+    return len(compat.all_modules(module))
 
 
 def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]:
     """`id(parameter)` to dotted name, for the parameters of a module whose parts have the names in `modules`."""
     names: dict[int, str] = {}
-    for owner in root.modules():
+    for owner in compat.all_modules(root):
         prefix = modules.get(id(owner))
         for key, parameter in compat.parameters_of(owner).items() if prefix is not None else ():
             if parameter is not None:

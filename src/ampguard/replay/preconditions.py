@@ -69,5 +69,5 @@ def _check_parameters(root: RootCall, recorder: FlightRecorder, known: Container
     if not stepped or (root.swapped_state and not root.is_rewritten):
         return
     updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
-    if any(id(p) in updated and id(p) not in known for p in root.module.parameters()):
+    if any(id(p) in updated and id(p) not in known for p in compat.all_parameters(root.module)):
         raise ChangedSinceError("an optimizer has changed the parameters since the module was called")

@@ -37,8 +37,8 @@ def with_rewritten_weights(bad: BadResult, recorder: FlightRecorder) -> BadResul
 def _rewritten(root: object, record: StepRecord) -> RootCall | None:
     if not isinstance(root, RootCall) or root.is_function or root.swapped_state:
         return None
-    weights = {name: weight for name, weight in root.module.named_parameters() if _is_bad(weight)}
-    buffers = {} if root.training else {name: b for name, b in root.module.named_buffers() if _is_bad(b)}
+    weights = {name: weight for name, weight in compat.named_parameters(root.module).items() if _is_bad(weight)}
+    buffers = {} if root.training else {name: b for name, b in compat.named_buffers(root.module).items() if _is_bad(b)}
     state = {**weights, **{name: b for name, b in buffers.items() if not _was_changed_by_a_call(b, root, record)}}
     written = {name: ref for name, p in state.items() if (ref := _last_write(p, root, record)) is not None}
     return dataclasses.replace(root, swapped_state=written, is_rewritten=True) if written else None

@@ -133,8 +133,13 @@ def swap_state(sandbox: ModuleSandbox, module: nn.Module, variant: Variant, valu
     """Give the module the parameters and buffers that the variant asks for."""
     if variant.convert is None and not variant.tensors and not variant.force_fp32:
         return
-    forced = {id(inner) for outer in module.modules() if id(outer) in variant.force_fp32 for inner in outer.modules()}
-    for owner in module.modules():
+    forced = {
+        id(inner)
+        for outer in compat.all_modules(module)
+        if id(outer) in variant.force_fp32
+        for inner in compat.all_modules(outer)
+    }
+    for owner in compat.all_modules(module):
         if isinstance(owner, torch.jit.ScriptModule):
             continue
         wide = torch.float32 if id(owner) in forced else variant.convert

@@ -128,7 +128,7 @@ class ModuleSandbox:
         self._cloned = 0
 
     def enter(self) -> None:
-        for module in self._module.modules():
+        for module in compat.all_modules(self._module):
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # its state lives in C++, and a replay of it changes none
             self._keep_module(module)

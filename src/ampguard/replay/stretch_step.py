@@ -134,7 +134,7 @@ class StepReplay(Replayer):
     def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
         """Give the module the copied parameters, and the buffers as the last step left them."""
         copies = self._copies
-        for owner in module.modules():
+        for owner in compat.all_modules(module):
             if isinstance(owner, torch.jit.ScriptModule):
                 raise ReplayError("the weights of a scripted module cannot be replaced")
             for name, parameter in list(compat.parameters_of(owner).items()):

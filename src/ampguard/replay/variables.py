@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.frames import frames_here, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 
@@ -32,7 +33,7 @@ def script_names(modules: Iterable[nn.Module]) -> dict[int, str]:
             continue
         if id(value) in wanted:
             direct.setdefault(id(value), name)
-        for path, part in value.named_modules():
+        for path, part in compat.named_modules(value):
             if path and id(part) in wanted:
                 inside.setdefault(id(part), path)
     return direct | inside
@@ -48,7 +49,7 @@ def expression_of(module: nn.Module) -> str | None:
         kind = 0 if name.partition(".")[0] == "self" else 2 if name.isidentifier() else 1
         if not is_of(value, nn.Module) or (kind, order) < best:
             continue
-        path = next((path for path, part in value.named_modules() if part is module), None)
+        path = next((path for path, part in compat.named_modules(value) if part is module), None)
         if path is not None and (path or name != "self"):  # a module's own method calls it so, nobody else
             best, expression = (kind, order), attribute_path(name, path)
     return expression

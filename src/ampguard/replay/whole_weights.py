@@ -84,7 +84,7 @@ class WholeWeights:
             for state in self._states:
                 for _, hooks, key, is_before in compat.fsdp_hooks(state):
                     _put(hooks, key, _without_gathering(state, is_before), undo)
-            for module in {id(m): m for root in self._modules for m in root.modules()}.values():
+            for module in {id(m): m for root in self._modules for m in compat.all_modules(root)}.values():
                 _become(module, compat.before_fully_shard(module), undo)
             yield
         finally:
@@ -121,7 +121,7 @@ class WholeWeights:
                 return "this PyTorch does not say how it gathers parameters"
             if len({id(module) for module, *_ in hooks}) > 1 and (policy.param_dtype or policy.output_dtype):
                 return "several modules that are sharded together cast what they are given"
-        shards = {id(p): p for module in self._modules for p in module.parameters()}.values()
+        shards = {id(p): p for module in self._modules for p in compat.all_parameters(module)}.values()
         size = sum(p.numel() * p.element_size() for p in shards)
         left = available_bytes([compat.local_part(p) for p in shards])
         if left is not None and COPIES * size > left:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import Event, GlueOp, RootCall
@@ -234,7 +235,7 @@ class _OneCall:
 def _is_in_half(event: Event) -> bool:
     if isinstance(event, RootCall):
         in_half = event.modes.autocast_dtype == torch.float16
-        return in_half or any(p.dtype == torch.float16 for p in event.module.parameters())
+        return in_half or any(p.dtype == torch.float16 for p in compat.all_parameters(event.module))
     return isinstance(event, GlueOp) and (
         event.kwargs.get("dtype") == torch.float16 or any(h.tensor.dtype == torch.float16 for h in held_by(event))
     )

@@ -37,9 +37,11 @@ class CompiledFunction(nn.Module):
 def hides_autocast(root: nn.Module) -> bool:
     """Whether compiled code may switch autocast on, which nobody sees then."""
     if isinstance(root, CompiledFunction):
-        return may_autocast(root._function) or any(may_autocast(type(part).forward) for part in root.modules())
-    compiled = [part for part in root.modules() if compat.is_compiled(part)]
-    return any(may_autocast(type(part).forward) for outer in compiled for part in outer.modules())
+        return may_autocast(root._function) or any(
+            may_autocast(type(part).forward) for part in compat.all_modules(root)
+        )
+    compiled = [part for part in compat.all_modules(root) if compat.is_compiled(part)]
+    return any(may_autocast(type(part).forward) for outer in compiled for part in compat.all_modules(outer))
 
 
 def recorded(recorder: FlightRecorder, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.frames import is_user_code
 
 UPDATES = frozenset(["step", "unscale_", "zero_grad", "grad"])
@@ -185,5 +186,5 @@ def modules_reached(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     found = of_kind(nn.Module, function, args, kwargs)
     if len(found) < 2:
         return found
-    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    inner = {id(part) for module in found.values() for part in compat.all_modules(module) if part is not module}
     return {name: module for name, module in found.items() if id(module) not in inner}

@@ -269,7 +269,7 @@ class EventLog(ForgettingLog):
         written = [tensor for tensor in targets if tensor is not None]
         if not written:
             return False
-        memory = {compat.storage_key(weight) for weight in root.module.parameters()} - {0}
+        memory = {compat.storage_key(weight) for weight in compat.all_parameters(root.module)} - {0}
         return any((t.requires_grad and t.is_leaf) or compat.storage_key(t) in memory for t in written)
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:

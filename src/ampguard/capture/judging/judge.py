@@ -409,7 +409,7 @@ class Judge:
         if not self.suspects:
             return
         roots = {id(e.module): e.module for bad in self.suspects for e in bad.record.events if isinstance(e, RootCall)}
-        state = {compat.storage_key(t) for m in roots.values() for t in (*m.parameters(), *m.buffers())} - {0}
+        state = {compat.storage_key(t) for m in roots.values() for t in compat.all_tensors(m)} - {0}
         if any(compat.storage_key(tensor) in state for tensor in written):
             if any(bad.kind == "loss" for bad in self.suspects):
                 self._looked_until = self._log.next_index

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.glue.told import tell_calls
@@ -135,4 +136,4 @@ def _keeps_a_tally(root: RootCall) -> bool:
     """
     counts = any(saved.copy is not None for saved in root.buffers)  # (unchanged ones keep none)
     is_metric = counts or all(callable(getattr(type(root.module), name, None)) for name in METRIC)
-    return is_metric and not any(True for _ in root.module.parameters())
+    return is_metric and not compat.has_parameters(root.module)

@@ -37,7 +37,7 @@ def may_begin_step(module: nn.Module, roots: list[RootCall]) -> bool:
 def _has_parameters(module: nn.Module) -> bool:
     known = _with_parameters.get(module)
     if known is None:
-        known = _with_parameters.put(module, next(module.parameters(), None) is not None)
+        known = _with_parameters.put(module, compat.has_parameters(module))
     return known
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.protocol.script_objects import modules_in_frames
 
 MAX_OPTIMIZERS = 16
@@ -39,7 +40,7 @@ class BuiltFrom:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         known = {id(m) for ref in self._models if (m := ref()) is not None}
         for module in {id(m): m for m in modules_in_frames(frame)}.values():
-            inside = list(module.parameters()) if id(module) not in known else []
+            inside = compat.all_parameters(module) if id(module) not in known else []
             if any(id(p) in held for p in inside):
                 self._models.append(weakref.ref(module))
                 self._frozen += [weakref.ref(p) for p in inside if not p.requires_grad and p.is_leaf]
@@ -59,7 +60,9 @@ class BuiltFrom:
 
     def _put_in(self) -> Iterator[Tensor]:
         """What has come into a model after that one was noted."""
-        inside = [{id(p) for p in m.parameters()} if (m := ref()) is not None else set() for ref in self._models]
+        inside = [
+            {id(p) for p in compat.all_parameters(m)} if (m := ref()) is not None else set() for ref in self._models
+        ]
         for ref, known in self._made:
             parameter = ref()
             if parameter is not None and any(id(parameter) in ids for ids in inside[:known]):

@@ -45,7 +45,7 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
         return
     if isinstance(value, nn.Module):
         found.has_model = True
-        _add_weights({**dict(value.named_parameters()), **dict(value.named_buffers())}, name, found)
+        _add_weights({**compat.named_parameters(value), **compat.named_buffers(value)}, name, found)
     elif isinstance(value, torch.optim.Optimizer):
         found.has_optimizer = True
         found.moments |= moments_in(value.state)

@@ -134,14 +134,14 @@ class DroppedGradients:
     def _masters(self) -> set[int]:
         """Parameters of optimizers that hold none of a module's, where modules are trained: no backward pass reaches them, and
         what is bad there was left by an earlier step until the script puts other gradients in its place."""
-        reached = {id(p) for module, _ in self._models.roots() for p in module.parameters()}
+        reached = {id(p) for module, _ in self._models.roots() for p in compat.all_parameters(module)}
         each = (watch.parameters() for watch in self._moves.mine())
         return {id(p) for held in each if are_masters(held, reached) for p in held}
 
     def _of_called(self) -> list[Tensor]:
         """Of what was called, where the function that trained has returned and its optimizer is gone."""
         roots = {id(e.module): e.module for e in self._recorder.log.kept_since(0) if isinstance(e, RootCall)}
-        return [p for root in roots.values() for p in root.parameters() if p.grad is not None]
+        return [p for root in roots.values() for p in compat.all_parameters(root) if p.grad is not None]
 
     def _note_left(self, watch: OptimizerWatch, gradient: Tensor) -> None:
         """Are these the bad gradients of an earlier iteration, to which others were added since?"""

@@ -141,7 +141,7 @@ class Habits:
         roots = self._models.roots()
         tensors = {id(t): t for t in (*watch.parameters(), *self._models.parameters())}
         held = dtype_counts(tensors.values())
-        buffers = dtype_counts(b for module, _ in roots for b in module.buffers())
+        buffers = dtype_counts(b for module, _ in roots for b in compat.all_buffers(module))
         cast = {str(d).removeprefix("torch.") for m, _ in roots for d in compat.sharded_compute_dtypes(m)}
         self._models.look()
         if not roots or self._models.made_half or "float16" in {*self._regions, *called, *held, *buffers, *cast}:

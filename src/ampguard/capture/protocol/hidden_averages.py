@@ -70,7 +70,11 @@ def pairs(modules: Iterable[nn.Module], largest: int, most: int) -> list[tuple[T
     """Frozen parameters of low precision, each with the trained one that stands at the same place of another module."""
     found: list[tuple[Tensor, Tensor]] = []
     for module in modules:
-        named = [(name, p) for name, p in module.named_parameters() if is_low_precision(p.dtype) and p.dim() > 1]
+        named = [
+            (name, p)
+            for name, p in compat.named_parameters(module).items()
+            if is_low_precision(p.dtype) and p.dim() > 1
+        ]
         trained = {place: p for name, p in named if p.requires_grad for place in _places(name)}
         for name, p in named:
             at = next((place for place in _places(name) if place in trained), None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.watches import ScalerWatch
@@ -74,6 +75,8 @@ class IdleScalers:
         roots = [e for e in self._models.record().events if type(e) is RootCall and e.modes.grad]
         last = [root for root in roots if root.updates_before == roots[-1].updates_before]
         found = {str(dtype).removeprefix("torch.") for r in last for _, enabled, dtype in r.modes.autocast if enabled}
-        if "float16" not in found and any(p.dtype is torch.float16 for root in last for p in root.module.parameters()):
+        if "float16" not in found and any(
+            p.dtype is torch.float16 for root in last for p in compat.all_parameters(root.module)
+        ):
             found.add("float16")
         return found

@@ -70,7 +70,7 @@ class Models:
         found: dict[str, Tensor] = {}
         for module, _ in self.roots():
             inner = compat.unwrapped(module)
-            found |= {**dict(inner.named_parameters()), **dict(inner.named_buffers()), **found}
+            found |= {**compat.named_parameters(inner), **compat.named_buffers(inner), **found}
         return found
 
     def called(self) -> set[int]:
@@ -129,13 +129,15 @@ def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> t
     adapters: list[nn.Module] = []
     found: dict[int, Tensor] = {}
     inside: dict[int, Tensor] = {}
-    for module in reversed([m for root in roots for m in root.modules()] if frozen else []):  # the inner ones first
-        own = [p for p in module.parameters(recurse=False) if id(p) in added]
+    for module in reversed(
+        [m for root in roots for m in compat.all_modules(root)] if frozen else []
+    ):  # the inner ones first
+        own = [p for p in compat.own_parameters(module) if id(p) in added]
         parts = compat.all_parameters(module)
         if not own and module not in roots and not any(id(p) in owned for p in parts):
             own = [p for p in parts if id(p) in added]
         around = [p for p in parts if id(p) in frozen] if own else []
-        if around and not any(m in adapters for m in module.modules()):
+        if around and not any(m in adapters for m in compat.all_modules(module)):
             adapters.append(module)
             found |= {id(p): p for p in own}
             inside |= {id(p): p for p in around}

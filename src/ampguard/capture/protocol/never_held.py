@@ -120,10 +120,8 @@ class NeverHeld:
 
     def _stands_alone(self, parameter: Tensor) -> bool:
         """Whether it belongs to a module that was called by itself and consists of nothing else than its own parameters."""
-        roots = [
-            root for root, _ in self._models.roots() if any(p is parameter for p in root.parameters(recurse=False))
-        ]
-        return any(len(compat.all_parameters(root)) == len(list(root.parameters(recurse=False))) for root in roots)
+        roots = [root for root, _ in self._models.roots() if any(p is parameter for p in compat.own_parameters(root))]
+        return any(len(compat.all_parameters(root)) == len(compat.own_parameters(root)) for root in roots)
 
     def _judge(self, watch: OptimizerWatch) -> None:
         assert self._left is not None
@@ -171,14 +169,14 @@ def _hidden_in(roots: Iterable[nn.Module], held: set[int]) -> Iterator[tuple[Ten
     """Trained parameters of modules in plain containers of a module's, each with the container's name."""
     known = {id(p) for root in roots for p in compat.all_parameters(root)} | held
     for root in roots:
-        for prefix, module in root.named_modules():
+        for prefix, module in compat.named_modules(root):
             for name, value in list(vars(module).items()):
                 inside = [m for m in _values(value) if isinstance(m, (nn.Module, nn.Parameter))]
                 if name.startswith("_") or len(inside) < ALIKE or isinstance(value, nn.Module):
                     continue
                 if any(isinstance(m, nn.Module) and not getattr(m, "training", True) for m in inside):
                     continue
-                tensors = [p for m in inside for p in (m.parameters() if isinstance(m, nn.Module) else (m,))]
+                tensors = [p for m in inside for p in (compat.all_parameters(m) if isinstance(m, nn.Module) else (m,))]
                 lost = [p for p in tensors if id(p) not in known and p.requires_grad]
                 yield from ((p, f"{prefix}.{name}" if prefix else name) for p in lost if _has_gradient(p))
 

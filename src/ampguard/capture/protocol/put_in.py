@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Line
@@ -43,7 +44,7 @@ class PutIn:
             part = ref()
             held = [part] if part is not None else []
             if isinstance(part, nn.Module):
-                held = [*part.modules(), *part.parameters()]
+                held = [*compat.all_modules(part), *compat.all_parameters(part)]
             if id(part) not in inside and any(id(p) in wanted for p in held):
                 first = line
                 inside |= set(map(id, held))

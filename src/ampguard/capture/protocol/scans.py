@@ -408,7 +408,7 @@ class Scans:
             held = watch.parameters()
             trained = [p for p in held if p.requires_grad] or held
             self._models.look()
-            around = [p for module, _ in self._models.roots() for p in module.parameters()]
+            around = [p for module, _ in self._models.roots() for p in compat.all_parameters(module)]
             frozen = any(p.dtype is torch.float16 and not p.requires_grad for p in (*held, *around))
             frozen = frozen and trained is not held
             half = [p for p in trained if p.dtype is torch.float16]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.protocol.frozen import is_frozen
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
@@ -87,9 +88,11 @@ class StillFrozen:
         frozen = {id(p) for p in watch.parameters() if not p.requires_grad}
         if not frozen:
             return
-        for module in {id(part): part for root, _ in self._models.roots() for part in root.modules()}.values():
+        for module in {
+            id(part): part for root, _ in self._models.roots() for part in compat.all_modules(root)
+        }.values():
             if _says_so(module):
-                own: list[Tensor] = [*module.parameters()]
+                own: list[Tensor] = [*compat.all_parameters(module)]
                 if is_frozen(own) and any(id(p) in frozen for p in own):
                     yield module, own
 
@@ -110,8 +113,8 @@ class StillFrozen:
     def _owners(self, parameters: list[Tensor]) -> list[nn.Module]:
         """The modules to which some of these belong, at any depth."""
         ids = set(map(id, parameters))
-        parts = (part for root, _ in self._models.roots() for part in root.modules())
-        return [part for part in parts if any(id(p) in ids for p in part.parameters())]
+        parts = (part for root, _ in self._models.roots() for part in compat.all_modules(root))
+        return [part for part in parts if any(id(p) in ids for p in compat.all_parameters(part))]
 
 
 def _noted(parameters: Iterable[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:

@@ -52,7 +52,10 @@ def trained_alike(roots: Iterable[nn.Module], unused: list[Tensor], trained: lis
     ids, found = {id(p) for p in unused}, dict[int, int]()
     used = {id(p) for p in trained} - ids
     lists = (
-        m for root in roots for m in compat.unwrapped(root).modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))
+        m
+        for root in roots
+        for m in compat.all_modules(compat.unwrapped(root))
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict))
     )
     for items in lists:
         parts = [compat.all_parameters(child) for child in compat.children_of(items).values() if child is not None]
@@ -69,7 +72,7 @@ def replaced_by_tying(roots: Iterable[nn.Module], unused: list[Tensor]) -> bool:
     names: dict[int, int] = {}
     tied: set[tuple[int, ...]] = set()
     for root in roots:
-        for _, parameter in root.named_parameters(remove_duplicate=False):
+        for _, parameter in compat.named_parameters(root, remove_duplicate=False).items():
             names[id(parameter)] = names.get(id(parameter), 0) + 1
             if names[id(parameter)] == 2:
                 tied.add(tuple(parameter.shape))

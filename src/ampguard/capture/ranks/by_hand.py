@@ -117,13 +117,15 @@ class UnwrappedModels:
 
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Its parameters that have a gradient now; none where any is spread over ranks (a DTensor)."""
-    named = [(name, p) for name, p in module.named_parameters() if p.grad is not None and not p.grad.is_sparse]
+    named = [
+        (name, p) for name, p in compat.named_parameters(module).items() if p.grad is not None and not p.grad.is_sparse
+    ]
     return [] if any(compat.local_part(p) is not p for _, p in named) else named
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether it, or a part of it, is a wrapper that sees to gradients or weights itself (DDP, FSDP)."""
-    return any(is_wrapper(m) for m in module.modules())
+    return any(is_wrapper(m) for m in compat.all_modules(module))
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -73,7 +73,9 @@ def outside_wrapper(
     """
     trained = [call for call in calls if call.modes.grad]
     around = (
-        call.line for call in trained if any(isinstance(m, DistributedDataParallel) for m in call.module.modules())
+        call.line
+        for call in trained
+        if any(isinstance(m, DistributedDataParallel) for m in compat.all_modules(call.module))
     )
     line = next(around, None)
     groups = {tuple(replica.ranks) for replica in replicas.known}
@@ -85,7 +87,7 @@ def outside_wrapper(
     for call in trained:
         if _is_wrapped_otherwise(call.module):
             return None
-        for parameter in call.module.parameters():
+        for parameter in compat.all_parameters(call.module):
             if id(parameter) not in inside and id(parameter) in names and _lies_here(parameter):
                 named.setdefault(id(parameter), (names[id(parameter)], parameter))
     return OutsideWrapper(list(named.values()), replicas.known[0], line) if named else None
@@ -93,7 +95,7 @@ def outside_wrapper(
 
 def _is_wrapped_otherwise(root: nn.Module) -> bool:
     """Whether it holds a wrapper that is no DDP (FSDP)."""
-    return any(is_wrapper(m) and not isinstance(m, DistributedDataParallel) for m in root.modules())
+    return any(is_wrapper(m) and not isinstance(m, DistributedDataParallel) for m in compat.all_modules(root))
 
 
 def _lies_here(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.record import Line, RootCall
 
 
@@ -25,12 +26,12 @@ class PastWrapper:
 
 def past_wrapper(ddp: nn.parallel.DistributedDataParallel, calls: Iterable[RootCall]) -> PastWrapper | None:
     """The last call past `ddp` of an iteration; None where there is none, or where DDP was called with gradients too."""
-    parts = {part: name for name, part in ddp.module.named_modules() if has_trained(part)}
+    parts = {part: name for name, part in compat.named_modules(ddp.module) if has_trained(part)}
     found: PastWrapper | None = None
     for call in calls:
         if not call.modes.grad:
             continue
-        called = set(call.module.modules())
+        called = set(compat.all_modules(call.module))
         if ddp in called:
             return None
         if not called.isdisjoint(parts):
@@ -40,4 +41,4 @@ def past_wrapper(ddp: nn.parallel.DistributedDataParallel, calls: Iterable[RootC
 
 def has_trained(module: nn.Module) -> bool:
     """Whether any of its parameters is trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())
+    return any(parameter.requires_grad for parameter in compat.all_parameters(module))

@@ -125,7 +125,7 @@ class Replicas:
     def parameters(self) -> set[int]:
         """The identities of all parameters that lie in DDP models, called or not."""
         models = [ddp for replica in self.known if (ddp := replica.model()) is not None]
-        return {id(parameter) for ddp in [*models, *self._uncalled] for parameter in ddp.parameters()}
+        return {id(parameter) for ddp in [*models, *self._uncalled] for parameter in compat.all_parameters(ddp)}
 
     def undo(self) -> None:
         """Take the patches out."""
@@ -150,7 +150,7 @@ class Replicas:
         """Each module is looked at once."""
         if root not in self._looked_at:
             self._looked_at.add(root)
-            for module in root.modules():
+            for module in compat.all_modules(root):
                 if isinstance(module, DistributedDataParallel):
                     self._add(module)
 

@@ -93,7 +93,7 @@ class AttributeWatch:
 def plain_state(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Attributes of the user's modules under `module`, globals that their methods name, and what hangs by a name in those."""
     places: list[tuple[dict[str, Any], str]] = []
-    for inner in module.modules():
+    for inner in compat.all_modules(module):
         if not is_pytorchs(inner):
             attributes = inner.__dict__
             places += [(attributes, n) for n, v in attributes.items() if isinstance(v, VALUES) and n != "training"]
@@ -148,7 +148,7 @@ def _globals_named(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The globals that the methods of the user's modules name, and the functions of the user's that these call."""
     places: list[tuple[dict[str, Any], str]] = []
     seen: set[int] = set()
-    kinds = {kind for inner in set(map(type, module.modules())) for kind in inner.__mro__}
+    kinds = {kind for inner in set(map(type, compat.all_modules(module))) for kind in inner.__mro__}
     functions = [function for kind in kinds for function in _methods_of(kind)]
     while functions:
         function = functions.pop()

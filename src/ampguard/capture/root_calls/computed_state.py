@@ -58,7 +58,7 @@ class ComputedState:
             return {}
         if not watched.is_computed and watched.calls > 1 and not _may_have_any(module):
             return {}
-        parts = [(f"{path}." if path else "", part) for path, part in module.named_modules()]
+        parts = [(f"{path}." if path else "", part) for path, part in compat.named_modules(module)]
         weights = {
             path: weight for prefix, part in parts for path, weight in _weights_of(part, prefix, watched.first, log)
         }
@@ -76,7 +76,7 @@ class ComputedState:
 
 def _may_have_any(module: nn.Module) -> bool:
     """Whether any plain tensor hangs in its parts, or stands in the place of a parameter: soon answered."""
-    for part in module.modules():
+    for part in compat.all_modules(module):
         if Tensor in map(type, part.__dict__.values()) or Tensor in map(type, compat.parameters_of(part).values()):
             return True
     return False

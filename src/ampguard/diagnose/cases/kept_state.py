@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall, SavedBuffer
 from ampguard.capture.recorder import FlightRecorder
@@ -52,7 +53,7 @@ class KeptState:
             if not isinstance(root, RootCall):
                 continue
             if root.is_rewritten:
-                buffers = dict(root.module.named_buffers())
+                buffers = compat.named_buffers(root.module)
                 self._written += [(weakref.ref(buffers[n]), case) for n in root.swapped_state if n in buffers]
             kept = [saved for saved in root.buffers if saved.is_plain]
             self._written += [(weakref.ref(s.tensor), case) for s in kept if id(s.tensor) in spoiled or _has_spoiled(s)]

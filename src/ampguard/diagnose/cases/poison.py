@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
@@ -164,4 +165,4 @@ class Poison:
 def has_bad_parameters(module: nn.Module) -> bool:
     """Whether any parameter is not finite."""
     with torch.no_grad():
-        return any(not is_finite(p) for p in module.parameters())
+        return any(not is_finite(p) for p in compat.all_parameters(module))

@@ -51,7 +51,7 @@ def overflow_on_the_wire(bad: BadResult, replayer: Replayer, rank: int) -> Incid
     if bad.is_held_off and bad.loss_scale is not None:
         gradients = [(parameter, gradient / bad.loss_scale) for parameter, gradient in gradients]
     for ddp in models:
-        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in compat.named_parameters(ddp.module).items()}
         found = _overflow_of(ddp, [(p, g) for p, g in gradients if id(p) in names])
         if found is not None:
             return _incident(bad, found, names, rank)
@@ -60,7 +60,9 @@ def overflow_on_the_wire(bad: BadResult, replayer: Replayer, rank: int) -> Incid
 
 def _ddp_models(bad: BadResult) -> list[DistributedDataParallel]:
     roots = [event.module for event in bad.record.events if isinstance(event, RootCall)]
-    inner = [module for root in roots for module in root.modules() if isinstance(module, DistributedDataParallel)]
+    inner = [
+        module for root in roots for module in compat.all_modules(root) if isinstance(module, DistributedDataParallel)
+    ]
     return list(dict.fromkeys(inner))
 
 

@@ -179,7 +179,9 @@ class WithheldStates:
 def is_of_module(bad: BadResult) -> bool:
     """Whether what is bad hangs in a module that was called: a buffer, or a plain attribute."""
     spoiled = {id(target.tensor) for target in bad.targets if isinstance(target, Held)}
-    parts = [part for event in bad.record.events if isinstance(event, RootCall) for part in event.module.modules()]
+    parts = [
+        part for event in bad.record.events if isinstance(event, RootCall) for part in compat.all_modules(event.module)
+    ]
     held = (tensor for part in parts for tensor in (*compat.buffers_of(part).values(), *vars(part).values()))
     return any(id(tensor) in spoiled for tensor in held)
 

@@ -165,7 +165,7 @@ def modules_alike(evidence: CompiledFault) -> list[nn.Module]:
     """The modules of the step of the same class as the region's."""
     region, replayer = evidence.region, evidence.replayer
     roots = [event.module for event in evidence.events() if isinstance(event, RootCall)]
-    known = {id(module): module for root in roots for module in root.modules()}
+    known = {id(module): module for root in roots for module in compat.all_modules(root)}
     if region is None or replayer is None or region.module not in known:
         return []
     kind = type(known[region.module])

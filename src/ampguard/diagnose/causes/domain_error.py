@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.record import Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
@@ -180,7 +181,7 @@ def clamped_variances(evidence: Evidence) -> dict[int | Ref, Tensor]:
     """Every running variance of the step with 0 in place of what is below, by identity."""
     clamped: dict[int | Ref, Tensor] = {}
     for root in evidence.events():
-        for module in root.module.modules() if isinstance(root, RootCall) else ():
+        for module in compat.all_modules(root.module) if isinstance(root, RootCall) else ():
             variance = getattr(module, "running_var", None)
             if isinstance(variance, Tensor) and bool((variance < 0).any()):
                 clamped[id(variance)] = variance.detach().clamp(min=0)

@@ -85,7 +85,7 @@ def _ctc(evidence: Evidence) -> Finding | None:
 def _with_zeros(evidence: Evidence) -> str:
     """Where the script can say that an infinite loss counts as 0: in its call, of its criterion, in its model's settings."""
     roots = {id(e.module): e.module for e in evidence.events() if isinstance(e, RootCall)}
-    modules = [module for root in roots.values() for module in root.modules()]
+    modules = [module for root in roots.values() for module in compat.all_modules(root)]
     criterion = next((m for m in modules if isinstance(m, nn.CTCLoss) and id(m) == evidence.op.owner), None)
     if criterion is None:
         criterion = next((m for m in modules if isinstance(m, nn.CTCLoss)), None)

@@ -103,7 +103,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
 
 def _batches_tracked(evidence: Evidence, state: torch.Tensor) -> int | None:
     """In how many batches a normalisation has updated this running statistic: writes of which PyTorch counts none."""
-    modules = (m for e in evidence.events() if isinstance(e, RootCall) for m in e.module.modules())
+    modules = (m for e in evidence.events() if isinstance(e, RootCall) for m in compat.all_modules(e.module))
     owner = next((m for m in modules if any(b is state for b in compat.buffers_of(m).values())), None)
     count = compat.buffers_of(owner).get("num_batches_tracked") if owner is not None else None
     return int(count) if count is not None and count is not state and count.numel() == 1 else None
@@ -201,8 +201,8 @@ def _viewed(target: Any, record: StepRecord) -> Any:
 def _is_only_evaluated(evidence: Evidence, state: torch.Tensor) -> bool:
     """Whether it belongs to a model of which nothing is trained: averaged weights, a frozen copy."""
     roots = (event for event in evidence.events() if isinstance(event, RootCall))
-    models = [root.module for root in roots if any(p is state for p in root.module.parameters())]
-    return bool(models) and not any(p.requires_grad for model in models for p in model.parameters())
+    models = [root.module for root in roots if any(p is state for p in compat.all_parameters(root.module))]
+    return bool(models) and not any(p.requires_grad for model in models for p in compat.all_parameters(model))
 
 
 def _and_others(count: int) -> str:

@@ -125,7 +125,7 @@ def ran_inside_pytorch(evidence: Evidence) -> bool:
         return False
     if root.line is not None and op.line is not None and root.line.code is op.line.code:
         return True
-    owner = next((m for m in root.module.modules() if id(m) == op.owner), None)
+    owner = next((m for m in compat.all_modules(root.module) if id(m) == op.owner), None)
     if owner is None or not type(owner).__module__.startswith("torch."):
         return False
     return op.line is None or not any(getattr(h, "__code__", None) is op.line.code for h in compat.hooks_of(owner))

@@ -102,7 +102,7 @@ class Situations:
         makers = at & {e.index for e in glue if _is_called(e, incident.op)} or at
         behind = {index for event in makers for index in events_behind(record, event)}
         roots = [e for index in behind if isinstance(e := record.event(index), RootCall) and not e.is_function]
-        memory = {compat.storage_key(p) for root in roots for p in root.module.parameters()} - {0}
+        memory = {compat.storage_key(p) for root in roots for p in compat.all_parameters(root.module)} - {0}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         return [
             o

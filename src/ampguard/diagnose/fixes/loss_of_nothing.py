@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.record import RootCall
 from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.evidence import Evidence
@@ -69,7 +70,11 @@ def _asked_first(evidence: Evidence) -> str | None:
 def _is_a_criterion(evidence: Evidence) -> bool:
     """Whether the accused operator ran in one of PyTorch's own losses, that its line called as a module."""
     root = next((e for e in evidence.events() if e.index == evidence.op.event and isinstance(e, RootCall)), None)
-    owner = next((m for m in root.module.modules() if id(m) == evidence.op.owner), None) if root is not None else None
+    owner = (
+        next((m for m in compat.all_modules(root.module) if id(m) == evidence.op.owner), None)
+        if root is not None
+        else None
+    )
     return isinstance(owner or (root.module if root is not None else None), (nn.CrossEntropyLoss, nn.NLLLoss))
 
 

@@ -28,7 +28,7 @@ def low_models(evidence: Evidence) -> list[nn.Module]:
 
 
 def has_low_weights(module: nn.Module) -> bool:
-    return any(is_low_precision(p.dtype) for p in module.parameters())
+    return any(is_low_precision(p.dtype) for p in compat.all_parameters(module))
 
 
 def weights_in(evidence: Evidence, casts: tuple[Line, ...]) -> tuple[str, str]:
@@ -62,7 +62,7 @@ def beside_autocast(evidence: Evidence, casts: tuple[Line, ...]) -> tuple[str, s
     if low_models(evidence):
         bf16, fp32 = weights_in(evidence, casts)
         return f", and {bf16}", f", and {fp32}"
-    roots = [e for e in evidence.events() if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
+    roots = [e for e in evidence.events() if isinstance(e, RootCall) and compat.has_parameters(e.module)]
     return "", ", its inputs in float32 too" if _takes_low_inputs(evidence, roots, casts) else ""
 
 
@@ -81,19 +81,19 @@ def _in_bfloat16(module: nn.Module, name: str) -> str:
     parts = list(_low_parts(module, ""))
     if len(parts) <= MOST_PARTS and None not in parts:
         return "; ".join(f"{attribute_path(name, part or '')}.to(torch.bfloat16)" for part in parts)
-    low = next(dtype_name(p.dtype) for p in module.parameters() if is_low_precision(p.dtype))
+    low = next(dtype_name(p.dtype) for p in compat.all_parameters(module) if is_low_precision(p.dtype))
     return f"for p in {name}.parameters(): p.data = p.data.bfloat16() if p.dtype == torch.{low} else p.data"
 
 
 def _low_parts(module: nn.Module, path: str) -> Iterator[str | None]:
     """The largest parts all of whose weights are of low precision; None for a weight that lies in none."""
-    types = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    types = [p.dtype for p in compat.all_parameters(module) if p.is_floating_point()]
     if types and all(map(is_low_precision, types)):
         yield path
         return
-    if any(is_low_precision(p.dtype) for p in module.parameters(recurse=False)):
+    if any(is_low_precision(p.dtype) for p in compat.own_parameters(module)):
         yield None
-    for name, part in module.named_children():
+    for name, part in compat.own_children(module).items():
         if has_low_weights(part):
             yield from _low_parts(part, f"{path}.{name}".lstrip("."))
 

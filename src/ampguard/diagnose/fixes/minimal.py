@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
@@ -286,7 +287,7 @@ def _as_called(evidence: Evidence, roots: list[RootCall], places: list[Place]) -
         root = next((r for r in roots if r.index == op.root), None)
         if root is None or (not name and _enters_by_itself(root)):
             continue
-        module = next((m for m in root.module.modules() if id(m) == owner), root.module if not name else None)
+        module = next((m for m in compat.all_modules(root.module) if id(m) == owner), root.module if not name else None)
         if module is None:
             return None
         modules[id(module)] = (module, name, op.device)
@@ -304,4 +305,4 @@ def _enters_by_itself(root: RootCall) -> bool:
 
 
 def _has_low_weights(root: RootCall) -> bool:
-    return any(is_low_precision(p.dtype) for p in root.module.parameters())
+    return any(is_low_precision(p.dtype) for p in compat.all_parameters(root.module))

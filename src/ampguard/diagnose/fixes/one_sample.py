@@ -84,7 +84,7 @@ def _without(found: BadSamples) -> Variant:
 def _given(evidence: Evidence) -> dict[int | Ref, Tensor]:
     """Held tensors by identity, and what the script made without a module by reference; weights are left out."""
     events = evidence.events()
-    state = {id(t) for e in events if isinstance(e, RootCall) for t in (*e.module.parameters(), *e.module.buffers())}
+    state = {id(t) for e in events if isinstance(e, RootCall) for t in compat.all_tensors(e.module)}
     called = {e.index for e in events if isinstance(e, RootCall)}
     found: dict[int | Ref, Tensor] = {}
     gone: list[Ref] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.code import accused, rewrite
@@ -122,9 +122,9 @@ def _casts_weights(evidence: Evidence, roots: list[RootCall]) -> bool:
     own = {
         id(module)
         for root in roots
-        for module in root.module.modules()
+        for module in compat.all_modules(root.module)
         if type(module).__module__.startswith("torch.nn.")
-        and any(p.dtype == torch.float32 for p in module.parameters(recurse=False))
+        and any(p.dtype == torch.float32 for p in compat.own_parameters(module))
     }
     return any(
         op.owner in own

@@ -12,6 +12,7 @@ import re
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose import words
@@ -95,7 +96,7 @@ def _widening_hook(calls: list[ModuleCall]) -> list[str]:
 def _own_class(evidence: Evidence) -> str | None:
     """The class of the step's model where the script defines it."""
     roots = {id(e.module): e.module for e in evidence.events() if isinstance(e, RootCall)}
-    kinds = {type(root) for root in roots.values() if any(True for _ in root.parameters())}
+    kinds = {type(root) for root in roots.values() if compat.has_parameters(root)}
     kind = kinds.pop() if len(kinds) == 1 else None
     code = getattr(getattr(kind, "forward", None), "__code__", None)
     return kind.__name__ if kind is not None and code is not None and is_script_code(code) else None

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Line, RootCall
@@ -54,7 +55,7 @@ def stands(line: Line, module: nn.Module | None) -> bool:
 def modules_of(root: RootCall) -> Iterable[nn.Module]:
     """The modules of a call, and of those that it was given (`criterion(model, batch)`)."""
     given = [leaf for leaf in leaves((root.args, root.kwargs)) if isinstance(leaf, nn.Module)]
-    return [part for module in (root.module, *given) for part in module.modules()]
+    return [part for module in (root.module, *given) for part in compat.all_modules(module)]
 
 
 def _is_cast_down(op: TracedOp) -> bool:

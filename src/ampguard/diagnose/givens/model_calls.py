@@ -16,7 +16,7 @@ def model_calls(events: Sequence[Event]) -> list[Event]:
 
 
 def has_parameters(event: Event) -> bool:
-    return isinstance(event, RootCall) and any(True for _ in event.module.parameters())
+    return isinstance(event, RootCall) and compat.has_parameters(event.module)
 
 
 def _reads_weight(event: Event) -> bool:

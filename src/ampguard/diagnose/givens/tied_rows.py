@@ -65,8 +65,8 @@ def _tensors_given(evidence: Evidence, call: RootCall) -> list[Tensor]:
 
 def _tensors_of(module: nn.Module) -> Iterable[Tensor]:
     """A module's own tensors that are no parameters."""
-    yield from module.buffers()
-    for inner in module.modules():
+    yield from compat.all_buffers(module)
+    for inner in compat.all_modules(module):
         yield from (value for value in vars(inner).values() if isinstance(value, Tensor))
 
 

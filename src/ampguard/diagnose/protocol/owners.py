@@ -208,7 +208,7 @@ def parameter_names(roots: Iterable[tuple[nn.Module, str]], wanted: list[Tensor]
 
 def _outermost(root: nn.Module, containers: list[nn.Module]) -> nn.Module:
     """The module of the script in which `root` hangs, where only a part of it was called."""
-    return next((c for c in containers if c is not root and any(m is root for m in c.modules())), root)
+    return next((c for c in containers if c is not root and any(m is root for m in compat.all_modules(c))), root)
 
 
 def _add_names(root: nn.Module, prefix: str, names: dict[int, str]) -> None:

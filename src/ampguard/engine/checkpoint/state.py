@@ -46,7 +46,7 @@ class Checkpoint:
 
     def poisoned_buffers(self) -> list[str]:
         """Those that are saved, and were finite at the beginning."""
-        models = {name: dict(compat.unwrapped(model).named_buffers()) for name, model in self._amp.models.items()}
+        models = {name: compat.named_buffers(compat.unwrapped(model)) for name, model in self._amp.models.items()}
         bad = (path.removeprefix("models.") for path in nonfinite_leaves({"models": models}) if path not in self._known)
         single = len(models) == 1
         return [path.partition(".")[2] if single else path for path in bad]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.precision.base import Precision
 from ampguard.errors import PrecisionError
 
@@ -44,7 +45,7 @@ class Float8(Precision):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
     ) -> None:
         convert = importlib.import_module("torchao.float8").convert_to_float8_training
-        kept = {id(inner) for module in in_fp32 for inner in module.modules()}
+        kept = {id(inner) for module in in_fp32 for inner in compat.all_modules(module)}
 
         def fits(module: nn.Module, name: str) -> bool:
             if id(module) in kept or not isinstance(module, nn.Linear):

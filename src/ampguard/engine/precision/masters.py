@@ -148,7 +148,7 @@ class Masters:
     @torch.no_grad()
     def _take_those_of_first_rank(self, ddp: DistributedDataParallel) -> None:
         """DDP has given all ranks the weights of the first one as it wrapped the model. All ranks take part."""
-        own = {id(p) for p in ddp.parameters()}
+        own = {id(p) for p in compat.all_parameters(ddp)}
         first = torch.distributed.get_global_rank(ddp.process_group, 0)
         for weight, master in self._all():
             if id(weight) in own:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules
 from ampguard.engine.precision.base import Precision
@@ -39,11 +40,11 @@ class O2(Precision):
         ForcedModules(norms)
         kept = [*in_fp32, *norms.values()]
         without_masters = [*kept, *parametrizations_in(models)]
-        to_cast = _castable(models) - {id(p) for module in without_masters for p in module.parameters()}
+        to_cast = _castable(models) - {id(p) for module in without_masters for p in compat.all_parameters(module)}
         self._masters = Masters(optimizers, to_cast)
         self.low_weights = LowWeights(models, self.weights_dtype, kept)
         self._masters.note()
-        note_cast(p for model in models for p in model.parameters() if id(p) in to_cast)
+        note_cast(p for model in models for p in compat.all_parameters(model) if id(p) in to_cast)
 
     def before_forward(self) -> None:
         if self._masters is not None:
@@ -113,4 +114,4 @@ class O2(Precision):
 
 
 def _castable(models: Sequence[nn.Module]) -> set[int]:
-    return {id(p) for model in models for p in model.parameters() if is_castable(p)}
+    return {id(p) for model in models for p in compat.all_parameters(model) if is_castable(p)}

@@ -114,7 +114,7 @@ class StandIns:
         self._beside = beside
         self._follows_weights = follows_weights
         self._undo: list[Callable[[], None]] = []
-        self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+        self._recurrent = [module for module in compat.all_modules(root) if isinstance(module, nn.RNNBase)]
         self._entered: list[_Entered] = []
 
     def enter(self) -> None:

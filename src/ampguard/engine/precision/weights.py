@@ -53,7 +53,7 @@ class CastToInputs:
 @contextlib.contextmanager
 def inputs_cast_to(root: nn.Module, dtype: torch.dtype) -> Iterator[bool]:
     """Inside, models that an engine has cast get inputs of this type. Gives whether the root holds any such model."""
-    hooks = [hook for module in root.modules() for hook in hooks_of(module) if isinstance(hook, CastInputs)]
+    hooks = [hook for module in compat.all_modules(root) for hook in hooks_of(module) if isinstance(hook, CastInputs)]
     before = [hook.dtype for hook in hooks]
     for hook in hooks:
         hook.dtype = dtype
@@ -81,8 +81,8 @@ class LowWeights:
         for module, around in made.items():
             module.register_forward_hook(CastToInputs(self._inputs, around))
         self._kept = [*kept, *made]
-        own = {id(t) for module in self._kept for t in (*module.parameters(), *module.buffers())}
-        tensors = {id(t): t for m in self._models for t in (*m.parameters(), *m.buffers()) if is_castable(t)}
+        own = {id(t) for module in self._kept for t in compat.all_tensors(module)}
+        tensors = {id(t): t for m in self._models for t in compat.all_tensors(m) if is_castable(t)}
         self.cast = [t for key, t in tensors.items() if key not in own]
         """Parameters and buffers that changed their type."""
         with torch.no_grad():
@@ -96,7 +96,7 @@ class LowWeights:
 
     def added_since(self) -> list[str]:
         """Names of parameters in float32 that would have been cast, had they been in the models then."""
-        kept = {id(module) for root in self._kept for module in root.modules()}
+        kept = {id(module) for root in self._kept for module in compat.all_modules(root)}
         return [
             f"{path}.{name}" if path else name
             for model in self._models
@@ -179,7 +179,7 @@ def parametrizations_in(models: Sequence[nn.Module]) -> dict[nn.Module, list[nn.
     """What computes weights of other modules (`torch.nn.utils.parametrize`), and the modules that each lies in."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for model in models:
-        modules = dict(model.named_modules(remove_duplicate=False))
+        modules = dict(compat.named_modules(model, remove_duplicate=False))
         for path, module in modules.items():
             if isinstance(module, ParametrizationList):
                 parts = path.split(".") if path else []
@@ -204,11 +204,11 @@ NORMS = (
 
 def norms_in(model: nn.Module) -> list[nn.Module]:
     """Normalisation layers: PyTorch's, and others that are called so and hold nothing but vectors."""
-    return [module for module in model.modules() if isinstance(module, NORMS) or _looks_like_norm(module)]
+    return [module for module in compat.all_modules(model) if isinstance(module, NORMS) or _looks_like_norm(module)]
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    if "norm" not in type(module).__name__.lower() or next(module.children(), None) is not None:
+    if "norm" not in type(module).__name__.lower() or compat.own_children(module):
         return False
-    own = list(module.parameters(recurse=False))
+    own = compat.own_parameters(module)
     return bool(own) and all(p.ndim <= 1 for p in own)

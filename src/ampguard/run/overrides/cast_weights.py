@@ -166,7 +166,7 @@ class CastWeights:
         if is_only:
             self._ledger.not_done(on_casts(self._plan.weights_dtype))
         self._last.pop(root, None)
-        for parameter in root.parameters():
+        for parameter in compat.all_parameters(root):
             self._cast.pop(id(parameter), None)
         self._ledger.failed(
             f"{type(root).__name__} stays in float32: its own code does not go with "
@@ -177,7 +177,7 @@ class CastWeights:
     def keep_own(self, root: nn.Module, refusal: BaseException) -> None:
         """A call of the root on float32 casts of the script's low weights has failed: from now on it keeps these."""
         self._given_up.add(root)
-        low = next(p.dtype for p in root.parameters() if p.is_floating_point())
+        low = next(p.dtype for p in compat.all_parameters(root) if p.is_floating_point())
         self._ledger.failed(
             f"{type(root).__name__} computes in the type of its own weights after all: its code casts to that itself "
             f"({first_line_of(refusal)})",
@@ -208,7 +208,7 @@ class CastWeights:
 
     def _put_in_float32(self, root: nn.Module) -> None:
         """What weights are made from, and norms where there are master weights."""
-        size = sum(1 for _ in root.modules())
+        size = len(compat.all_modules(root))
         if self._sizes.get(root) == size:
             return
         self._sizes[root] = size

@@ -107,7 +107,7 @@ class Evaluations:
 
     def _compare(self, root: RootCall, given: Given) -> None:
         names = module_names(root.module, root.prefix)
-        modules = {names[id(m)]: m for m in root.module.modules() if id(m) in names}
+        modules = {names[id(m)]: m for m in compat.all_modules(root.module) if id(m) in names}
         exact = self._call("fp32", root, given, modules)
         self._calls += 1
         for precision in self._precisions:

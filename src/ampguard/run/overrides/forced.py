@@ -39,9 +39,7 @@ class Forced:
         """
         if not self._patterns:
             return
-        path = (
-            paths_in_holders([root]).get(id(root)) if "" in modules and any(True for _ in root.parameters()) else None
-        )
+        path = paths_in_holders([root]).get(id(root)) if "" in modules and compat.has_parameters(root) else None
         in_model = parts_by_name(root, path) if path else modules
         self._seen += in_model
         found: dict[str, nn.Module] = {}

@@ -116,7 +116,7 @@ class GradientsAgain:
         """Checkpointing runs modules again in each backward pass, and with them their running statistics."""
         events = self._remaking.recorder.log.record.events
         modules = {id(event.module): event.module for event in events if isinstance(event, RootCall)}
-        buffers = [(buffer, buffer.clone()) for module in modules.values() for buffer in module.buffers()]
+        buffers = [(buffer, buffer.clone()) for module in modules.values() for buffer in compat.all_buffers(module)]
         try:
             yield
         finally:

@@ -121,4 +121,4 @@ class LiveStep(Replayer):
 def has_low_weights(step: LiveStep) -> bool:
     """Whether weights are float16 or bfloat16 themselves."""
     modules: list[nn.Module] = [event.module for event in step.events if isinstance(event, RootCall)]
-    return any(is_castable(p) and p.dtype != torch.float32 for module in modules for p in module.parameters())
+    return any(is_castable(p) and p.dtype != torch.float32 for module in modules for p in compat.all_parameters(module))

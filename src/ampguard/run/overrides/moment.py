@@ -28,7 +28,7 @@ class Moment:
             torch.get_rng_state(),
             torch.cuda.get_rng_state_all() if compat.cuda_is_in_use() else [],
             random.getstate(),
-            [(buffer, buffer.clone()) for buffer in module.buffers()],
+            [(buffer, buffer.clone()) for buffer in compat.all_buffers(module)],
         )
 
     @torch.no_grad()

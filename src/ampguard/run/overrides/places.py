@@ -16,8 +16,8 @@ def why_weights_stay(root: nn.Module) -> str | None:
             f"the weights of {type(root).__name__} are spread over ranks (FSDP, tensor parallelism) and stay as they "
             "are; give FSDP a MixedPrecision policy in the script"
         )
-    scripted = next((m for m in root.modules() if isinstance(m, torch.jit.ScriptModule)), None)
-    if scripted is not None and next(scripted.parameters(), None) is not None:
+    scripted = next((m for m in compat.all_modules(root) if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None and compat.has_parameters(scripted):
         return (
             f"{type(root).__name__} holds a TorchScript module, whose weights cannot be replaced: it stays in float32; "
             "use --precision fp16 or bf16 (autocast), or leave torch.jit.script out"
@@ -27,4 +27,4 @@ def why_weights_stay(root: nn.Module) -> str | None:
 
 def is_not_made_yet(root: nn.Module) -> bool:
     """Whether a lazy module gets its weights in the coming call."""
-    return any(is_lazy(p) for p in root.parameters())
+    return any(is_lazy(p) for p in compat.all_parameters(root))

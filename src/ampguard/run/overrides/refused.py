@@ -40,7 +40,7 @@ def refused(
     tried: dict[tuple[Recurrent, str], bool] = {}
     for name, module in modules.items():
         kind = next((kind for kind in RECURRENT if isinstance(module, kind)), None)
-        parameter = next(module.parameters(), None)
+        parameter = next(iter(compat.all_parameters(module)), None)
         if kind is None or parameter is None or parameter.dtype != torch.float32:
             continue
         device = parameter.device.type

@@ -136,13 +136,13 @@ class Regions:
 
 def any_low_dtype(module: nn.Module) -> torch.dtype | None:
     """The type of the first parameter in a low precision."""
-    return next((p.dtype for p in module.parameters() if is_low_precision(p.dtype)), None)
+    return next((p.dtype for p in compat.all_parameters(module) if is_low_precision(p.dtype)), None)
 
 
 def own_low_dtype(module: nn.Module) -> torch.dtype | None:
     """The type of all floating parameters, where that is one low precision."""
     found: torch.dtype | None = None
-    for parameter in module.parameters():
+    for parameter in compat.all_parameters(module):
         if parameter.is_floating_point():
             if not is_low_precision(parameter.dtype) or found not in (None, parameter.dtype):
                 return None
@@ -152,7 +152,7 @@ def own_low_dtype(module: nn.Module) -> torch.dtype | None:
 
 def device_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     """Where a call computes: where the module's first parameter lies, else its first tensor."""
-    first: torch.Tensor | None = next(module.parameters(), None)
+    first: torch.Tensor | None = next(iter(compat.all_parameters(module)), None)
     if first is None:
         first = next(tensors_in((args, kwargs)), None)
     return first.device.type if first is not None else None

@@ -251,7 +251,7 @@ class RunningOverrides:
 
     def _see_types(self, module: nn.Module) -> None:
         """A model whose weights are not float32 by the script's own doing: what of it can be another type, and what not."""
-        name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
+        name, types = type(module).__name__, {p.dtype for p in compat.all_parameters(module) if p.is_floating_point()}
         low = next(filter(numerics.is_low_precision, types), None)
         self._meets_low_weights = self._meets_low_weights or low is not None
         if low is not None:

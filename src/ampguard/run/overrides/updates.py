@@ -235,7 +235,9 @@ class Updates:
 
     def _is_updated_elsewhere(self) -> bool:
         """Whether no optimizer of PyTorch's holds any weight of the models that were called."""
-        trained = [p for root in self._roots.roots for p in root.parameters() if p.requires_grad and not p.is_meta]
+        trained = [
+            p for root in self._roots.roots for p in compat.all_parameters(root) if p.requires_grad and not p.is_meta
+        ]
         if not trained:
             return all(isinstance(optimizer, HandMade) for optimizer in self._optimizers)
         held = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
@@ -291,7 +293,9 @@ class Updates:
         roots = self._roots.roots
         now = (len(roots), len(held))
         if self._stray[0] != now:
-            found = {id(p): p for root in roots for p in root.parameters() if p.requires_grad and id(p) not in held}
+            found = {
+                id(p): p for root in roots for p in compat.all_parameters(root) if p.requires_grad and id(p) not in held
+            }
             self._stray = (now, list(found.values()))
         return self._stray[1]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.cut_to_zero import CutToZero
 from ampguard.capture.patches import Patches
 from ampguard.capture.protocol.averages import Averages
@@ -73,7 +74,7 @@ class Witness:
         recorder.on_written = Averages(self.moves, self.models).written
 
     def _parameters_of_roots(self) -> list[Iterable[Tensor]]:
-        return [root.parameters() for root, _ in self.models.roots()]
+        return [compat.all_parameters(root) for root, _ in self.models.roots()]
 
     def close_window(self) -> None:
         """What is made of a norm is not followed beyond this call."""

@@ -1,0 +1,139 @@
+"""What a module holds, whatever its class has made of PyTorch's own methods.
+
+A network may define `parameters()` anew (weights that its learner takes as a list, one group of them), or keep something of
+its own under that name or under `modules`, `children` or `buffers`. What hangs in it is in its dictionaries all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
+    return _own(module, "_parameters")
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own buffers by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_buffers")
+
+
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own children by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_modules")
+
+
+def is_built(module: nn.Module) -> bool:
+    """Whether `nn.Module.__init__` has run. A class may call its methods, and other modules, before it does that."""
+    return hasattr(module, "_modules")
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those that hang in the module itself."""
+    return [p for p in _members(module, "_parameters").values() if p is not None]
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module]:
+    """Those that hang in the module itself, by name."""
+    return {name: child for name, child in _members(module, "_modules").items() if child is not None}
+
+
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What `nn.Module.parameters` yields, in the same order and much quicker: nothing is named on the way."""
+    return _all(module, "_parameters")
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether the module, or any inside it, has a parameter."""
+    return bool(own_parameters(module)) or any(has_parameters(child) for child in own_children(module).values())
+
+
+def all_buffers(module: nn.Module) -> list[Tensor]:
+    """What `nn.Module.buffers` yields."""
+    return _all(module, "_buffers")
+
+
+def all_tensors(module: nn.Module) -> list[Tensor]:
+    """Its parameters and its buffers."""
+    return [*all_parameters(module), *all_buffers(module)]
+
+
+def all_modules(module: nn.Module) -> list[nn.Module]:
+    """What `nn.Module.modules` yields: the module itself, and those inside it, each once."""
+    return [part for _, part in named_modules(module)]
+
+
+def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """What `nn.Module.named_modules` yields."""
+    seen: set[int] = set()
+    stack = [("", module)]
+    while stack:
+        name, part = stack.pop()
+        if remove_duplicate:
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+        yield name, part
+        inside = [(f"{name}.{key}" if name else key, child) for key, child in own_children(part).items()]
+        stack += reversed(inside)
+
+
+def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """What `nn.Module.named_parameters` yields, by name."""
+    return _named(module, "_parameters", remove_duplicate)
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What `nn.Module.named_buffers` yields, by name."""
+    return _named(module, "_buffers", remove_duplicate=True)
+
+
+def _named(module: nn.Module, kind: str, remove_duplicate: bool) -> dict[str, Any]:
+    method = getattr(type(module), f"named{kind}")
+    if method is not getattr(nn.Module, f"named{kind}") and method.__module__.startswith("torch."):
+        return dict(method(module))  # FSDP's own names
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for prefix, part in named_modules(module, remove_duplicate):
+        for name, tensor in _members(part, kind).items():
+            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
+                seen.add(id(tensor))
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def _all(module: nn.Module, kind: str) -> list[Any]:
+    found: dict[int, Any] = {}
+    stack: list[Any] = [module]
+    while stack:
+        part = stack.pop()
+        own = part.__dict__
+        members, children = own.get(kind), own.get("_modules")
+        if not isinstance(members, dict) or not isinstance(children, dict):
+            members, children = _members(part, kind), _members(part, "_modules")
+        for tensor in members.values():
+            if tensor is not None:
+                found[id(tensor)] = tensor
+        if children:
+            stack += [child for child in reversed(children.values()) if child is not None]
+    return list(found.values())
+
+
+def _members(module: nn.Module, kind: str) -> dict[str, Any]:
+    found = module.__dict__.get(kind)
+    return found if isinstance(found, dict) else _scripted(module, kind)
+
+
+def _scripted(module: nn.Module, kind: str) -> dict[str, Any]:
+    """A ScriptModule's are in C++."""
+    held = getattr(module, kind)
+    return dict(held.items())
+
+
+def _own(module: nn.Module, name: str) -> dict[str, Any]:
+    found = module.__dict__.get(name)
+    return found if isinstance(found, dict) else {}
