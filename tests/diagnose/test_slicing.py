@@ -432,3 +432,66 @@ def test_a_mask_beside_a_late_overflow_is_not_to_blame() -> None:
 
     chain = chain_behind(compute)
     assert (chain.head.op.short_name, chain.intended) == ("mul", False)
+
+
+def test_layers_that_overflow_for_samples_of_their_own_begin_in_the_first() -> None:
+    """A flow's couplings: the second overflows for many rows, the first for one of those in the middle."""
+
+    def coupled(x: Tensor, scale: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], x[:, 1:] * (x[:, :1] * scale).exp()], dim=1)
+
+    def compute() -> Tensor:
+        x = torch.ones(40, 2)
+        x[20] = 100.0
+        first = coupled(x, torch.tensor(1.0))
+        return coupled(first, torch.linspace(0.0, 200.0, 40)[:, None])
+
+    for reduced in (Tensor.clone, Tensor.sum):
+        chain = chain_behind(lambda reduced=reduced: reduced(compute()))
+        assert accused(chain) == "exp"
+        assert chain.head.op.index == min(
+            op.index for op in [link.op for link in chain.links] if op.short_name == "exp"
+        )
+        assert chain.head.flat == 20
+
+
+def code_book(find: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    """Of a quantizer in float16: the code that nothing chose lies far away, and its distance is not finite."""
+
+    def compute() -> Tensor:
+        codes = torch.tensor([[0.5, -0.5, 1e5], [1.0, 0.0, 1e5]])
+        rows = torch.tensor([[1.0, 1.0], [2.0, -1.0]])
+        near = 2 * rows.half() @ codes.half()
+        chosen = codes.t()[find(near)]
+        return (chosen.half() * torch.ones(2).half()).sum()
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda near: near.argmax(1),
+        lambda near: near.max(1)[1],
+        lambda near: (-near).min(dim=1).indices,
+        lambda near: (-near).argmin(1),
+        lambda near: near.topk(1, dim=1)[1].squeeze(1),
+        lambda near: (-near).topk(1, dim=1, largest=False)[1].squeeze(1),
+    ],
+)
+def test_what_was_chosen_for_an_overflow_begins_there(find: Callable[[Tensor], Tensor]) -> None:
+    chain = chain_behind(code_book(find))
+    assert chain.head.op.short_name == "_to_copy"
+    assert chain.head.op.index < next(
+        op.index for op in reversed([link.op for link in chain.links]) if op.short_name == "mm"
+    )
+
+
+def test_what_a_mask_forbids_was_not_chosen() -> None:
+    def compute() -> Tensor:
+        scores = torch.tensor([[1.0, 2.0, 3.0]]).masked_fill(torch.tensor([[True, False, False]]), -INF)
+        scores = (torch.tensor([[0.0, 1.0, 1.0]]).log() + scores) * 1.0
+        chosen = torch.tensor([[1.0], [2.0], [9e4]])[scores.argmax(1)]
+        return chosen.half().sum()
+
+    assert chain_behind(compute).head.op.short_name == "_to_copy"

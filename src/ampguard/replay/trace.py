@@ -155,6 +155,8 @@ class Trace:
     writes: dict[int, list[tuple[int, int, bool]]] = field(default_factory=dict)
     older: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     """By (what an operand's bad elements are, its maker, which result): which of them were bad before that operator."""
+    beginnings: list[tuple[int, int, Tensor]] | None = None
+    """The operators at which bad values began first, in how many samples there, and in which of them; None: not asked for yet."""
     calls: dict[int, list[ModuleCall]] = field(default_factory=dict)
     """By the identity of a module: its calls, of each place one."""
 

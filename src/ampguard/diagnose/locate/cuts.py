@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord
 
@@ -88,6 +89,6 @@ def _obstacle(event: Event) -> str | None:
 
 def _uses(event: Event, wanted: set[int]) -> bool:
     """Whether an event computes with one of the parameters."""
-    if isinstance(event, RootCall) and any(id(p) in wanted for p in event.module.parameters()):
+    if isinstance(event, RootCall) and any(id(p) in wanted for p in compat.all_parameters(event.module)):
         return True
     return any(id(held.tensor) in wanted for held in held_by(event))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose.locate.chain import Chain, Given, Link
+from ampguard.diagnose.locate.choices import chosen_before
 from ampguard.diagnose.locate.contributions import contributing, reached_by
 from ampguard.diagnose.locate.joined import older_beside
 from ampguard.diagnose.locate.lineage import logdet_around
@@ -33,6 +34,7 @@ MAX_VISITS_OF_MANY = 4000
 """The same for all of several results together; each is begun as long as some of these are left."""
 VISITS_PER_OP = 8
 MAX_ELDERS = 4
+MAX_BEGINNINGS = 4
 GRADIENTS_BEFORE = 64
 """Bad results of a backward pass before some memory was asked for, of which one of its shape is looked for."""
 LOGARITHMS = frozenset({"log", "log2", "log10"})
@@ -98,7 +100,8 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, visited: Vi
     best: Chain | None = None
     fallback: Chain | None = None
     wanted = 1 if visited is not None else ENDS
-    for position in _starts(bad):
+    first = _of_first_samples(trace, len(trace.ops), tensor.shape, bad.flat, torch.arange(bad.flat.numel()))
+    for position in dict.fromkeys((*first, *_starts(bad))):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
         if writer is None and tensor.made_by is not None:
@@ -120,7 +123,7 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, visited: Vi
         wanted -= not chain.intended
         if not wanted:
             break
-    found = _from_its_elders(trace, best) if best is not None else fallback
+    found = _from_its_choice(trace, _from_its_elders(trace, best)) if best is not None else fallback
     return _of_the_step(found) if found is not None else None
 
 
@@ -133,6 +136,15 @@ def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
             break
         chain = Chain([*chain.links, *before.links])
     return chain
+
+
+def _from_its_choice(trace: Trace, chain: Chain) -> Chain:
+    """The chain, begun at a bad value for which what its head computes with was chosen, though that is finite."""
+    if chain.given is not None or chain.head.op.in_backward:
+        return chain
+    place = chosen_before(trace, chain.head.op)
+    before = _explore(trace, Link(*place), set()) if place is not None else None
+    return Chain([*chain.links, *before.links], before.given) if before is not None and not before.intended else chain
 
 
 def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
@@ -315,7 +327,11 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
             hits = (mask & (bad.kinds == kind)).nonzero().reshape(-1)
             if not hits.numel() or not _can_explain(op, link.kind, kind):
                 continue
-            for hit in dict.fromkeys((*_older(trace, op, tensor, bad, hits), *_spread(hits))):
+            first = (
+                *_of_first_samples(trace, op.index, tensor.shape, bad.flat, hits),
+                *_older(trace, op, tensor, bad, hits),
+            )
+            for hit in dict.fromkeys((*first, *_spread(hits))):
                 step = _origin(trace, op, operand, tensor, bad, hit)
                 options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step, kind))
     if any(kind_read == link.kind for (_, _, _), _, kind_read in options):  # a NaN operand explains a NaN by itself
@@ -333,6 +349,45 @@ def _may_lie_beyond(bad: BadElements, tensor: TracedTensor, test: Callable[[Tens
     return len(blocks) > MAX_BLOCKS or any(
         bool(test(torch.arange(at, min(at + BLOCK, size), device=bad.flat.device)).any()) for at in blocks
     )
+
+
+def _of_first_samples(trace: Trace, before: int, shape: tuple[int, ...], flat: Tensor, hits: Tensor) -> list[int]:
+    """One of the hits for each of the operators at which bad values began first: in a sample of its own that was bad there.
+
+    Samples stay apart, in most operators: layers that overflow for one row each begin in the first of these layers.
+    """
+    if hits.numel() <= ENDS + 1 or not shape:
+        return []
+    if trace.beginnings is None:
+        trace.beginnings = _beginnings(trace)
+    samples = torch.div(flat[hits], max(1, math.prod(shape[1:])), rounding_mode="floor")
+    found: list[int] = []
+    for index, size, own in trace.beginnings:
+        if index < before and size == shape[0]:
+            at = torch.isin(samples, own).nonzero().reshape(-1)
+            found += [int(hits[at[0]])] if at.numel() else []
+    return found
+
+
+def _beginnings(trace: Trace) -> list[tuple[int, int, Tensor]]:
+    """The first operators of the forward pass that made something bad of what was finite: number, samples, and which were."""
+    found: list[tuple[int, int, Tensor]] = []
+    for op in trace.ops:
+        if not op.is_bad or op.in_backward or any(tensor.bad is not None for tensor in op.inputs):
+            continue
+        for position, made in enumerate(op.outputs):
+            if (
+                made.bad is None
+                or len(made.shape) < 2
+                or makes_infinity_on_purpose(Link(op, position, None, int(made.bad.kinds[0])))
+            ):
+                continue
+            samples = torch.div(made.bad.flat, math.prod(made.shape[1:]), rounding_mode="floor").unique()
+            if len(samples) < made.shape[0]:
+                found.append((op.index, made.shape[0], samples))
+        if len(found) >= MAX_BEGINNINGS:
+            break
+    return found
 
 
 def _spread(hits: Tensor) -> tuple[int, int, int]:
