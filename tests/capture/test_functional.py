@@ -357,3 +357,36 @@ def test_gradients_of_samples_that_the_script_clips_and_puts_in_place(guard: Gua
     assert (run.causes, run.first.step) == (["division-by-zero"], BAD)
     assert run.first.location.code == "factors = 1.0 / norms"
     assert [fix.verified for fix in run.first.fixes] == [True, True]
+
+
+@pytest.mark.parametrize("rule", ["its sign", "itself"])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_bad_gradients_of_weights_given_to_a_call(rule: str, on_meta: bool, guard: Guard) -> None:
+    """Leaves in a dict, moved by hand: the sign of NaN is 0, and leaves them as they are for ever."""
+
+    def script() -> object:
+        seed_everything()
+        net = nn.Linear(4, 3)
+        weights = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+        if on_meta:
+            net.to("meta")
+        for step in range(STEPS):
+            x = torch.rand(4, 4)
+            z = functional_call(net, weights, (x,))
+            others = functional_call(net, weights, (x if step == BAD else x.flip(0),))
+            loss = (z - others).square().sum(1).sqrt().mean()
+            for p in weights.values():
+                p.grad = None
+            loss.backward()
+            with torch.no_grad():
+                for p in weights.values():
+                    p -= 0.01 * (p.grad.sign().nan_to_num() if rule == "its sign" else p.grad)
+        return bits(weights)
+
+    plain = script()
+    run = guard(script)
+    assert (run.faults, run.result) == (0, plain)
+    assert [(i.cause, i.step) for i in run.report.incidents][:1] == [("singular-gradient", BAD)]
+    assert run.first.location is not None
+    assert run.first.location.code == "loss = (z - others).square().sum(1).sqrt().mean()"
+    assert run.report.steps == STEPS

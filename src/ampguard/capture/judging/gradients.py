@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.operands import held_in
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.judging.plain_leaves import PlainLeaves
 from ampguard.capture.judging.spoilt import SpoiltGradients
@@ -197,8 +198,18 @@ class GradientJudge:
         events = self._log.kept_since(0)
         if not self.is_here:  # asked after the events: new ones are begun for another thread
             return []
-        modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
+        calls = [event for event in events if type(event) is RootCall]
+        modules = {id(call.module): call.module for call in calls if not call.swapped_state}
         found: list[Tensor] = [p for module in modules.values() for p in compat.all_parameters(module)]
+        swapped = [p for call in calls if call.swapped_state for p in _run_with(call)]
+        if swapped:
+            found = list({id(p): p for p in (*found, *swapped)}.values())
         if self._steps.counts_backwards and not any(p.requires_grad for p in found):
             return self._plain_leaves.with_gradients(self._log.record.events)
         return found
+
+
+def _run_with(call: RootCall) -> list[Tensor]:
+    """The parameters that the script has given a module for one call (`functional_call`), and those of its own that stayed."""
+    given = [held.tensor for held in held_in(call.swapped_state) if compat.is_wanting_leaf(held.tensor)]
+    return [*(p for name, p in compat.named_parameters(call.module).items() if name not in call.swapped_state), *given]

@@ -69,7 +69,7 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
             return None  # what a stage of a pipeline was sent, and whose gradient it sends back
         if evidence.phase == "backward" and evidence.intended and only_forbids(element):
             return None
-        name = variable_name(element) or f"a parameter read in: {_code(evidence)}"
+        name = _name_in_call(evidence, element) or variable_name(element) or f"a parameter read in: {_code(evidence)}"
         return named or NamedTensor(name, "parameter", element, element, [])
     for root in evidence.events():
         if not isinstance(root, RootCall):
@@ -94,7 +94,7 @@ def buffer_behind(evidence: Evidence) -> NamedTensor | None:
 def all_buffers(evidence: Evidence) -> list[NamedTensor]:
     """Every floating buffer of the modules that the step called, as it is now."""
     names = evidence.replayer.names if evidence.replayer is not None else {}
-    modules = {id(m): m for e in evidence.events() if isinstance(e, RootCall) for m in e.module.modules()}
+    modules = {id(m): m for e in evidence.events() if isinstance(e, RootCall) for m in compat.all_modules(e.module)}
     return [
         NamedTensor(f"{path}.{name}" if (path := names.get(id(module), "")) else name, "buffer", tensor, tensor, [])
         for module in modules.values()
@@ -112,10 +112,19 @@ def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | Non
         name = evidence.replayer.parameter_names.get(id(element))
         return NamedTensor(name, "parameter", element, element, []) if name is not None else None
     for root in evidence.events():
-        for module in root.module.modules() if isinstance(root, RootCall) else ():
+        for module in compat.all_modules(root.module) if isinstance(root, RootCall) else ():
             for name, parameter in compat.parameters_of(module).items():
                 if parameter is element:
                     return NamedTensor(name, "parameter", element, element, [])
+    return None
+
+
+def _name_in_call(evidence: Evidence, element: Tensor) -> str | None:
+    """Under which name the script gave it to a module for one call (`functional_call`)."""
+    for root in evidence.events():
+        for name, given in root.swapped_state.items() if isinstance(root, RootCall) else ():
+            if isinstance(given, Held) and given.tensor is element:
+                return str(name)
     return None
 
 
@@ -128,7 +137,7 @@ def repaired_state(evidence: Evidence) -> dict[int | Ref, Tensor]:
         repaired[id(element)] = cleaned(element)
     bad = nonfinite_state(evidence)
     roots = [event.module for event in evidence.events() if isinstance(event, RootCall)]
-    variances = {id(getattr(module, "running_var", None)) for root in roots for module in root.modules()}
+    variances = {id(getattr(module, "running_var", None)) for root in roots for module in compat.all_modules(root)}
     for key, value in bad.items():
         clean = cleaned(value)
         repaired[key] = clean.where(value.isfinite(), 1.0) if key in variances else clean
@@ -141,7 +150,7 @@ def nonfinite_state(evidence: Evidence) -> dict[int, Tensor]:
     for root in evidence.events():
         if isinstance(root, RootCall):
             saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
-            for tensor in (*root.module.parameters(), *root.module.buffers()):
+            for tensor in compat.all_tensors(root.module):
                 if compat.is_made(tensor):
                     continue  # a weight that the step has computed: it was not there before
                 value = saved.get(id(tensor), tensor).detach()
@@ -155,7 +164,7 @@ def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> Nam
     names = evidence.replayer.names if evidence.replayer is not None else {}
     candidates: list[NamedTensor] = []
     saved = {id(s.owner.get(s.name)): s for s in root.buffers}
-    for module in root.module.modules():
+    for module in compat.all_modules(root.module):
         path = names.get(id(module), "")
         for place, role in ((compat.parameters_of(module), "parameter"), (compat.buffers_of(module), "buffer")):
             for name, tensor in place.items():
@@ -269,7 +278,7 @@ def _made_for_the_loss(evidence: Evidence, value: Tensor) -> NamedTensor | None:
 def _attribute_name(evidence: Evidence, element: Tensor) -> str | None:
     """The attribute of a module that is this tensor and no buffer, as the module's own code calls it."""
     for root in evidence.events():
-        for module in root.module.modules() if isinstance(root, RootCall) else ():
+        for module in compat.all_modules(root.module) if isinstance(root, RootCall) else ():
             name = next((name for name, value in vars(module).items() if value is element), None)
             if name is not None:
                 return f"self.{name}"
