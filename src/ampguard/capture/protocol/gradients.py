@@ -92,6 +92,7 @@ class OptimizerWatch:
         "lost_one",
         "number",
         "odd",
+        "piled_on",
         "piled_since",
         "ref",
         "resumed_at",
@@ -123,6 +124,8 @@ class OptimizerWatch:
         self.resumed_at: Line | None = None
         self.piled_since: int | None = None
         """The first iteration that stepped on top of gradients of an earlier one."""
+        self.piled_on: dict[int, weakref.ref[Tensor]] = {}
+        """What gradients these were, by the identity of their parameters."""
         self.sums_on_purpose: bool | None = None
         """Whether its weights are a function of the sum of all gradients; None: nobody has looked."""
         self.lost_one = False

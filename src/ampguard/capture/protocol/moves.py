@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
@@ -459,6 +460,7 @@ class Moves:
     def _note_piled(self, watch: OptimizerWatch) -> None:
         if watch.piled_since is None and self.machine.ledger(watch).piled_up:
             watch.piled_since = self.attempt
+            watch.piled_on = {id(p): weakref.ref(p.grad) for p in watch.parameters() if p.grad is not None}
 
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:
@@ -471,6 +473,7 @@ class Moves:
             if self._is_rare(breach) or self._is_sum_meant(breach):
                 continue
             self._count_steps(breach)
+            self._say_which(breach)
             if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
                 continue
             self.name_scaler(breach)
@@ -512,6 +515,17 @@ class Moves:
         if _is_now_and_then(breach) and isinstance(watch, OptimizerWatch):
             breach.facts |= {"of_steps": watch.steps, "since": watch.piled_since}
             watch.piled_since = None
+
+    @staticmethod
+    def _say_which(breach: Breach) -> None:
+        """Where gradients pile up in some of the optimizer's parameters only, and those of the others are made anew: in which."""
+        watch = breach.optimizer
+        if breach.cause != "missing-zero-grad" or "in_all" not in breach.facts or not isinstance(watch, OptimizerWatch):
+            return
+        held = [p for p in watch.parameters() if p.grad is not None]
+        old = [p for p in held if (seen := watch.piled_on.get(id(p))) is not None and seen() is p.grad]
+        if 0 < len(old) < len(held):
+            breach.facts |= {"parameters": old, "of_parameters": len(held)}
 
     @staticmethod
     def _began(breach: Breach, step: int) -> int:

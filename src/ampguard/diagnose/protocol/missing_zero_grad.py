@@ -35,8 +35,15 @@ def missing_zero_grad(scene: Scene) -> Telling:
     how_often, of_steps = f"{steps} steps in a row", scene.facts.get("of_steps")
     if of_steps is not None:
         how_often = f"{scene.facts['in_all']} of {of_steps} steps"
+    of_parameters, some = scene.facts.get("of_parameters"), scene.parameters
+    whose = (
+        f"`{name}`"
+        if of_parameters is None
+        else f"{len(some)} of {of_parameters} parameters of `{name}` ({listed(scene.owners())})"
+    )
     text = (
-        f"The gradients of `{name}` are not cleared between iterations: {how_often} held those of earlier iterations. "
+        f"The gradients of {whose} are not cleared between iterations: {how_often} held those of earlier iterations"
+        f"{'' if of_parameters is None else ', and only those of the others are cleared'}. "
         f"Each backward pass adds to what {at(scene.again)} has used already."
     )
     if scaled:
@@ -48,8 +55,13 @@ def missing_zero_grad(scene: Scene) -> Telling:
         text,
         scene.again,
         (order(scene, how),),
+        module=None if of_parameters is None else scene.module,
         severity="warning" if scaled else "error",
-        evidence={"steps": steps if of_steps is None else scene.facts["in_all"], "has_scaler": scaled},
+        evidence={
+            "steps": steps if of_steps is None else scene.facts["in_all"],
+            "has_scaler": scaled,
+            **({} if of_parameters is None else {"parameters": list(some), "of_parameters": of_parameters}),
+        },
     )
 
 

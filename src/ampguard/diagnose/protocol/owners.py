@@ -190,7 +190,9 @@ def _is_it(value: Any, subject: object) -> bool:
     if not isinstance(attributes, dict):
         return False
     is_held = any(attributes.get(name) is subject for name in ("optimizer", "_optimizer"))
-    return is_held and hasattr(value, "step") and not hasattr(value, "get_last_lr")
+    return (
+        is_held and callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
+    )  # (no trainer, no schedule)
 
 
 def parameter_names(roots: Iterable[tuple[nn.Module, str]], wanted: list[Tensor]) -> dict[int, str]:
