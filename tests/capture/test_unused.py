@@ -454,3 +454,36 @@ def test_checkpointing_that_is_given_nothing_that_wants_a_gradient(guard: Guard,
     (incident,) = run.report.incidents
     assert incident.cause == "unused-parameters"
     assert "checkpoint(..., use_reentrant=False) at test_unused.py" in incident.fixes[0].how
+
+
+class Block(nn.Module):
+    """A wide residual network's: where the width changes, the shortcut is normalised by the layer before, and not here."""
+
+    def __init__(self, width: int, has_norm: bool, has_way_out: bool = True) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, width)
+        self.way_out = nn.Linear(width, width)
+        self.has_norm, self.has_way_out = has_norm, has_way_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inner(self.norm(x) if self.has_norm else x)
+        return self.way_out(x) if self.has_way_out else x
+
+
+@pytest.mark.parametrize(
+    ("blocks", "severity", "left_by"),
+    [
+        ([(True, True), (False, True), (True, True)], "info", "variant"),
+        ([(False, True), (False, True), (False, True)], "warning", "script"),  # by nobody's example
+        ([(True, True), (True, False), (True, True)], "warning", "variant"),  # a sixth of the network
+    ],
+    ids=["norm of one", "norm of all", "layer of one"],
+)
+def test_blocks_that_leave_a_layer_out(
+    blocks: list[tuple[bool, bool]], severity: str, left_by: str, guard: Guard
+) -> None:
+    model = nn.Sequential(*(Block(64, *each) for each in blocks))
+    run = guard(trained(model, lambda: model(torch.randn(8, 64)).square().mean()))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", severity)
+    assert incident.evidence["left_by"] == left_by

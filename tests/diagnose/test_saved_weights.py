@@ -50,6 +50,38 @@ def test_a_number_beside_the_weights_is_no_weight(guard: Guard, tmp_path: Path, 
     assert run.causes == []
 
 
+@pytest.mark.parametrize(
+    "history",
+    [
+        torch.full((16,), math.nan),
+        torch.full((2, 7, 1), math.nan),
+        {"train_loss": torch.full((9,), math.nan), "psnr": torch.full((9, 2), math.nan)},
+        [torch.full((5,), math.nan)],
+    ],
+    ids=["losses", "psnr", "by name", "list"],
+)
+def test_a_history_is_no_weight(guard: Guard, tmp_path: Path, history: Any) -> None:
+    """EDSR saves what it has logged, in files of their own."""
+
+    def script() -> None:
+        training(tmp_path, lambda model: None, torch.tensor(1.0))
+        torch.save(history, tmp_path / "log.pt")
+
+    run = guard(script)
+    assert run.faults == 0, run.stderr
+    assert run.causes == []
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_average_is_weights_wherever_it_lies(guard: Guard, tmp_path: Path, by_name: bool) -> None:
+    def script() -> None:
+        average = [torch.full((3, 4), math.nan), torch.zeros(3)]
+        training(tmp_path, lambda model: None, torch.tensor(1.0))
+        torch.save({"w": average[0], "b": average[1]} if by_name else {"shadow": average}, tmp_path / "average.pt")
+
+    assert guard(script).causes == ["nonfinite-parameter"]
+
+
 def test_a_parameter_that_is_a_single_number_is_a_weight(guard: Guard, tmp_path: Path) -> None:
     run = guard(lambda: training(tmp_path, lambda model: model.scale.fill_(math.nan), torch.tensor(math.nan)))
     assert run.causes == ["nonfinite-parameter"]

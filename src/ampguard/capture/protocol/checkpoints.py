@@ -27,6 +27,8 @@ class Contents:
     has_scaler: bool = False
     weights: list[tuple[str, Tensor]] = field(default_factory=list)
     """Floating-point tensors by their names, those of an optimizer's state left out."""
+    loose: set[int] = field(default_factory=set)
+    """Which of these (by identity) lie by themselves, or under names that no module gave: they may be a history of losses."""
     moments: set[int] = field(default_factory=set)
     """The memory of an optimizer's state: whose it is."""
     items: int = 0
@@ -52,7 +54,7 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
     elif isinstance(value, compat.GRAD_SCALER):
         found.has_scaler = True
     elif isinstance(value, Tensor):
-        _add_weights({"": value}, name, found)
+        _add_weights({"": value}, name, found, are_loose=True)
     elif isinstance(value, Mapping):
         _look_into(value, name, found, depth)
     elif isinstance(value, (list, tuple)):
@@ -73,7 +75,7 @@ def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int)
         found.has_scaler = True
     elif value and all(isinstance(inner, Tensor) and isinstance(key, str) for key, inner in value.items()):
         found.has_model = True
-        _add_weights(value, name, found)
+        _add_weights(value, name, found, are_loose=not any("." in key for key in value))
     else:
         for key, inner in value.items():
             _look(inner, str(key) if not name else f"{name}.{key}", found, depth + 1)
@@ -85,28 +87,38 @@ def moments_in(state: Any) -> set[int]:
     return {compat.storage_key(t) for one in each for t in one.values() if isinstance(t, Tensor)} - {0}
 
 
-def _add_weights(tensors: Mapping[str, Tensor], name: str, found: Contents) -> None:
+def _add_weights(tensors: Mapping[str, Tensor], name: str, found: Contents, are_loose: bool = False) -> None:
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.layout == torch.strided and compat.has_values(tensor):
             found.weights.append((key or name, tensor))
+            if are_loose:
+                found.loose.add(id(tensor))
 
 
 def spoiled(
-    weights: list[tuple[str, Tensor]], trained: set[int], live: Callable[[], dict[str, Tensor]]
+    found: Contents, trained: set[int], live: Callable[[], dict[str, Tensor]]
 ) -> list[tuple[str, Tensor, float | None]]:
     """Weights that are not finite, and the largest value of the live tensor where a cast for the file has made Inf of that.
 
     NaN anywhere; Inf in what an optimizer trains (`trained`: its memory), or in a copy of what is finite in the live
     model. A buffer may begin at Inf on purpose. Waits for the device, as saving does.
     """
-    bad = [(name, t.detach()) for name, t in weights if not is_finite(t.detach())]
-    found = []
+    bad = [(name, t) for name, t in found.weights if not is_finite(t.detach())]
+    if not bad:
+        return []
+    state = live()
+    known = trained | {compat.storage_key(t) for t in state.values()} - {0}
+    shapes = {tensor.shape for tensor in state.values()}
+    spoiled = []
     for name, tensor in bad:
         is_trained = compat.storage_key(tensor) in trained
-        source = None if is_trained else _finite_source(tensor, live().get(name))
+        may_be_a_weight = compat.storage_key(tensor) in known or name in state or tensor.shape in shapes
+        if id(tensor) in found.loose and state and not may_be_a_weight:
+            continue
+        source = None if is_trained else _finite_source(tensor, state.get(name))
         if source is not None or is_trained or bool(tensor.isnan().any()):
-            found.append((name, tensor, _cast_from(source, tensor) if source is not None else None))
-    return found
+            spoiled.append((name, tensor.detach(), _cast_from(source, tensor) if source is not None else None))
+    return spoiled
 
 
 def _finite_source(saved: Tensor, source: Tensor | None) -> Tensor | None:

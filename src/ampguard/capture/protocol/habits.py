@@ -172,7 +172,7 @@ class Habits:
         )
         trained = {compat.storage_key(p) for w in self._moves.watches.optimizers for p in w.parameters()}
         with compat.unseen():
-            bad = spoiled(found.weights, trained, self._models.state)
+            bad = spoiled(found, trained, self._models.state)
         step = max(self._moves.recorder.steps.count - 1, 0)
         if bad:
             facts = {

@@ -18,6 +18,8 @@ SMALL_SHARE = 0.15
 """Of a model's trainable elements: a pooler is one square layer, beside a block of at least six in the smallest encoder."""
 FEW = 8
 """Parameters."""
+SHARE_OF_VARIANTS = 0.01
+"""Of a model's trainable elements: the norms that some blocks of a residual network leave out."""
 NO_LAYERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -25,7 +27,8 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
     """`elements` of the unused parameters, `of_elements` of all, and `left_by`: who attached the unused parts.
 
     `left_by` is "library" where every unused part hangs in a module of an installed library, "sibling" where each is
-    the bias of one of PyTorch's layers whose weight is trained (or of such a library), "script" otherwise.
+    the bias of one of PyTorch's layers whose weight is trained (or of such a library), "variant" where some hang in a block
+    that is trained without them, while blocks of the same class train theirs, "script" otherwise.
     """
     roots = list(roots)
     ids, held = {id(p) for p in unused}, {id(p) for p in trained}
@@ -33,13 +36,14 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
     for root in roots:
         for parameter, kind in _kinds(compat.unwrapped(root), ids, held):
             kinds.setdefault(id(parameter), kind)
-    found = {kinds.get(i, "script") for i in ids}
-    left_by = "script" if "script" in found else "sibling" if "sibling" in found else "library"
+    variants = _of_variants(roots, ids, held)
+    found = {"variant" if i in variants else kinds.get(i, "script") for i in ids}
+    left_by = next(kind for kind in ("script", "variant", "sibling", "library") if kind in found)
     return {
         "elements": sum(p.numel() for p in unused),
         "of_elements": sum(p.numel() for p in trained),
         "left_by": left_by,
-        "is_harmless": left_by != "script" and is_small(unused, trained),
+        "is_harmless": is_small(unused, trained, left_by),
         "alike": trained_alike(roots, unused, trained),
     }
 
@@ -79,10 +83,39 @@ def replaced_by_tying(roots: Iterable[nn.Module], unused: list[Tensor]) -> bool:
     return bool(unused) and all(id(p) not in names and tuple(p.shape) in tied for p in unused)
 
 
-def is_small(unused: list[Tensor], trained: list[Tensor]) -> bool:
-    """Whether the unused parameters are few and a small share of all elements."""
-    total = sum(p.numel() for p in trained)
-    return len(unused) <= FEW and sum(p.numel() for p in unused) <= SMALL_SHARE * total
+def is_small(unused: list[Tensor], trained: list[Tensor], left_by: str) -> bool:
+    """Whether the unused parameters are few and a small share of all elements; of variants, however many there are."""
+    share = sum(p.numel() for p in unused) / max(sum(p.numel() for p in trained), 1)
+    if left_by == "variant":
+        return share <= SHARE_OF_VARIANTS
+    return left_by != "script" and len(unused) <= FEW and share <= SMALL_SHARE
+
+
+def _of_variants(roots: list[nn.Module], unused: set[int], held: set[int]) -> set[int]:
+    """The unused parameters that lie in a block beside trained ones, where another block of its class trains its own."""
+    blocks: dict[int, tuple[type[nn.Module], dict[str, Tensor]]] = {}
+    for root in roots:
+        for module in compat.all_modules(compat.unwrapped(root)):
+            if not type(module).__module__.startswith("torch."):
+                blocks[id(module)] = type(module), _own_parameters(module)
+    is_trained = held - unused
+    used = {(kind, path) for kind, own in blocks.values() for path, p in own.items() if id(p) in is_trained}
+    return {
+        id(p)
+        for kind, own in blocks.values()
+        if any(id(p) in is_trained for p in own.values())
+        for path, p in own.items()
+        if id(p) in unused and (kind, path) in used
+    }
+
+
+def _own_parameters(block: nn.Module) -> dict[str, Tensor]:
+    """Those of the block and of PyTorch's layers in it, by their names there; not of other blocks in it."""
+    found: dict[str, Tensor] = {name: p for name, p in compat.parameters_of(block).items() if p is not None}
+    for name, child in compat.children_of(block).items():
+        if child is not None and type(child).__module__.startswith("torch."):
+            found |= {f"{name}.{inner}": p for inner, p in _own_parameters(child).items()}
+    return found
 
 
 def _kinds(root: nn.Module, unused: set[int], held: set[int]) -> Iterator[tuple[Tensor, str]]:

@@ -11,6 +11,7 @@ Not this       parameters that are used in some steps only: they had a gradient 
                script drops between backward and the optimizer's step (`p.grad = None`): frozen for a time, on purpose. A
                few small ones that a library's own model leaves unused (a pooler nobody asked for), a bias beside a
                weight that is trained, or what tied weights have taken the place of: told as info, the rest of the model trains.
+               So is a norm that some blocks of a class leave out, beside their other layers and by other blocks' example.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FIND_UNUSED = {
 HARMLESS = {
     "library": " A library's model brings them along, and this loss does not use them: harmless.",
     "sibling": " They stand beside parameters of the same module that are trained: harmless.",
+    "variant": " Other modules of the same class train theirs, and those that hold these are trained without: harmless where "
+    "that is meant (a block that leaves out its first norm).",
     "tying": " They belong to no module any more: weights were tied after the optimizer was built, and those that have taken "
     "their place are trained: harmless.",
 }
