@@ -158,3 +158,49 @@ def test_operands_are_those_of_before_a_write(guard: Guard) -> None:
     assert run.faults == 0, run.stderr
     assert run.first.cause == "fp16-overflow"
     assert run.first.evidence["max_abs_fp32"] > 65504
+
+
+def mixed(logits: Tensor, others: Tensor) -> Tensor:
+    """A mixture's likelihood, with log-sum-exp by hand twice: where the first overflows, nothing is left for the second."""
+    weights = logits - logits.exp().sum(1, keepdim=True).log()
+    return (weights + others).exp().sum(1).log()
+
+
+def in_float32(far: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    def script() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(4):
+            logits = model(torch.randn(16, 8))
+            loss = -mixed(far(logits) if step == 2 else logits, torch.zeros(16, 6)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return script
+
+
+def test_an_overflow_of_float32_is_told(guard: Guard) -> None:
+    run = guard(in_float32(lambda logits: logits + torch.tensor([95.0, 0, 0, 0, 0, 0])))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step, run.first.op) == ("overflow", 2, "aten.exp.default")
+    assert run.first.location.code == "weights = logits - logits.exp().sum(1, keepdim=True).log()"
+    assert "The infinity itself goes no further" in run.first.explanation
+    assert (run.first.fixes[0].action, run.first.fixes[0].verified) == ("stable-form", True)
+    assert "torch.logsumexp(logits, 1" in run.first.fixes[0].how
+
+
+@pytest.mark.parametrize("is_beside_an_infinity", [True, False])
+def test_an_infinity_that_leaves_the_failure_alone_is_not(is_beside_an_infinity: bool, guard: Guard) -> None:
+    """A row whose logits are all far below: its sum underflows by itself, whatever x / Inf is."""
+
+    def far(logits: Tensor) -> Tensor:
+        low = logits.clone()
+        low[3] = low[3] - 200.0
+        return low + 1.0 / (logits[0, 0] * 1e30 * 1e30).abs() if is_beside_an_infinity else low
+
+    run = guard(in_float32(far))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) != ("overflow", 2)
+    assert run.first.step == 2

@@ -7,7 +7,7 @@ another rule. Several may answer: the one that explains most is kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,4 +88,5 @@ def find_cause(evidence: Evidence, phase: str | None = None) -> Finding | None:
     phase = phase or evidence.phase
     asked = [rule for code, rule in RULES.items() if phase in PHASES[code]]
     answers = [answer for rule in asked if (answer := rule(evidence)) is not None]
-    return max(answers, key=lambda finding: finding.weight, default=None)
+    best = max(answers, key=lambda finding: finding.weight, default=None)
+    return replace(best, explanation=best.explanation + evidence.remark) if best is not None else None

@@ -59,7 +59,7 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
         )
     if evidence.bad.mode == "eval":
         explanation += " It happened in evaluation, where inputs can be longer or larger than in training."
-    explanation += evidence.remark + _in_float32_as_well(evidence)
+    explanation += _in_float32_as_well(evidence)
     proposals = (*stable.proposals(evidence), *precision_fixes(evidence))
     return Finding("fp16-overflow", explanation, weight=60, evidence=facts, proposals=proposals)
 

@@ -52,7 +52,7 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
     return Finding(
         "gradient-overflow",
         f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, "
-        f"and {words.precision(evidence)} ends at {limit:g}. In float32 {what}.{evidence.remark}",
+        f"and {words.precision(evidence)} ends at {limit:g}. In float32 {what}.",
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},
         proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),
