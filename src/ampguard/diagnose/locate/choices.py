@@ -16,14 +16,15 @@ LARGEST, SMALLEST = frozenset({"argmax", "max", "topk", "cummax"}), frozenset({"
 """Operators that tell where an extreme value lies. Of these a NaN is always one (PyTorch's documentation of `torch.max`)."""
 
 
-def chosen_before(trace: Trace, head: TracedOp) -> Place | None:
-    """The first value that is not finite and was an extreme one, where the head computes with what its place chose.
+def chosen_before(trace: Trace, head: TracedOp) -> tuple[TracedOp, Place] | None:
+    """The first value that is not finite and was an extreme one, and who looked for that, where the head computes with what
+    its place chose.
 
     An infinity that forbids (a mask's -Inf beside a maximum) is none: it is never chosen.
     """
     wanted = [made[0] for tensor in head.inputs if (made := tensor.made_by) is not None]
     seen: set[int] = set()
-    found: Place | None = None
+    found: tuple[TracedOp, Place] | None = None
     while wanted:
         index = wanted.pop()
         if index in seen:
@@ -31,8 +32,8 @@ def chosen_before(trace: Trace, head: TracedOp) -> Place | None:
         seen.add(index)
         op = trace.ops[index]
         place = _extreme(trace, op)
-        if place is not None and (found is None or place[0].index < found[0].index):
-            found = place
+        if place is not None and (found is None or op.index < found[0].index):
+            found = op, place
         wanted += [made[0] for tensor in op.inputs if (made := tensor.made_by) is not None]
     return found
 

@@ -142,9 +142,14 @@ def _from_its_choice(trace: Trace, chain: Chain) -> Chain:
     """The chain, begun at a bad value for which what its head computes with was chosen, though that is finite."""
     if chain.given is not None or chain.head.op.in_backward:
         return chain
-    place = chosen_before(trace, chain.head.op)
-    before = _explore(trace, Link(*place), set()) if place is not None else None
-    return Chain([*chain.links, *before.links], before.given) if before is not None and not before.intended else chain
+    found = chosen_before(trace, chain.head.op)
+    if found is None:
+        return chain
+    by, place = found
+    before = _explore(trace, Link(*place), set())
+    if before is None or before.intended:
+        return chain
+    return Chain([*chain.links, *before.links], before.given, choice=(by, chain.head.op))
 
 
 def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
