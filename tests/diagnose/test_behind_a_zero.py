@@ -166,14 +166,21 @@ def mixed(logits: Tensor, others: Tensor) -> Tensor:
     return (weights + others).exp().sum(1).log()
 
 
-def in_float32(far: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+def mixed_in_place(logits: Tensor, others: Tensor) -> Tensor:
+    weights = logits - logits.clone().exp_().sum(1, keepdim=True).log()
+    return (weights + others).exp().sum(1).log()
+
+
+def in_float32(
+    far: Callable[[Tensor], Tensor], likelihood: Callable[[Tensor, Tensor], Tensor] = mixed
+) -> Callable[[], None]:
     def script() -> None:
         torch.manual_seed(0)
         model = nn.Linear(8, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(4):
             logits = model(torch.randn(16, 8))
-            loss = -mixed(far(logits) if step == 2 else logits, torch.zeros(16, 6)).mean()
+            loss = -likelihood(far(logits) if step == 2 else logits, torch.zeros(16, 6)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -189,6 +196,13 @@ def test_an_overflow_of_float32_is_told(guard: Guard) -> None:
     assert "The infinity itself goes no further" in run.first.explanation
     assert (run.first.fixes[0].action, run.first.fixes[0].verified) == ("stable-form", True)
     assert "torch.logsumexp(logits, 1" in run.first.fixes[0].how
+
+
+def test_an_overflow_of_float32_in_place_is_told(guard: Guard) -> None:
+    run = guard(in_float32(lambda logits: logits + torch.tensor([95.0, 0, 0, 0, 0, 0]), mixed_in_place))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("overflow", 2)
+    assert run.first.location.code == "weights = logits - logits.clone().exp_().sum(1, keepdim=True).log()"
 
 
 @pytest.mark.parametrize("is_beside_an_infinity", [True, False])

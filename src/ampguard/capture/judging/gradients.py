@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.events.operands import held_in
+from ampguard.capture.events.operands import leaves
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.judging.plain_leaves import PlainLeaves
 from ampguard.capture.judging.spoilt import SpoiltGradients
-from ampguard.capture.record import BadResult, Ref, RootCall
+from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord
 from ampguard.capture.sampling.flat import members_for_buffers
 from ampguard.capture.steps import StepCounter
 from ampguard.numerics import is_finite
@@ -201,7 +201,7 @@ class GradientJudge:
         calls = [event for event in events if type(event) is RootCall]
         modules = {id(call.module): call.module for call in calls if not call.swapped_state}
         found: list[Tensor] = [p for module in modules.values() for p in compat.all_parameters(module)]
-        swapped = [p for call in calls if call.swapped_state for p in _run_with(call)]
+        swapped = [p for call in calls if call.swapped_state for p in _run_with(call, self._log.record)]
         if swapped:
             found = list({id(p): p for p in (*found, *swapped)}.values())
         if self._steps.counts_backwards and not any(p.requires_grad for p in found):
@@ -209,7 +209,10 @@ class GradientJudge:
         return found
 
 
-def _run_with(call: RootCall) -> list[Tensor]:
+def _run_with(call: RootCall, record: StepRecord) -> list[Tensor]:
     """The parameters that the script has given a module for one call (`functional_call`), and those of its own that stayed."""
-    given = [held.tensor for held in held_in(call.swapped_state) if compat.is_wanting_leaf(held.tensor)]
+    swapped = (record.tensor_behind(leaf) for leaf in leaves(call.swapped_state) if isinstance(leaf, (Ref, Held)))
+    given = [tensor for tensor in swapped if tensor is not None and compat.is_wanting_leaf(tensor)]
+    if not given:  # computed from its own
+        return [*compat.all_parameters(call.module)]
     return [*(p for name, p in compat.named_parameters(call.module).items() if name not in call.swapped_state), *given]

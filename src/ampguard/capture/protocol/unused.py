@@ -37,7 +37,9 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
         for parameter, kind in _kinds(compat.unwrapped(root), ids, held):
             kinds.setdefault(id(parameter), kind)
     variants = _of_variants(roots, ids, held)
-    found = {"variant" if i in variants else kinds.get(i, "script") for i in ids}
+    found = {
+        "variant" if kind == "script" and i in variants else kind for i in ids for kind in [kinds.get(i, "script")]
+    }
     left_by = next(kind for kind in ("script", "variant", "sibling", "library") if kind in found)
     return {
         "elements": sum(p.numel() for p in unused),

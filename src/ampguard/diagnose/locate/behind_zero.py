@@ -109,8 +109,10 @@ def _within_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """What the operator gives, with a number in the place of +Inf some of which can still be added up."""
 
     def limited(result: Tensor) -> Tensor:
-        is_float = result.is_floating_point()
-        return result.where(~result.isposinf(), torch.finfo(result.dtype).max ** LARGE) if is_float else result
+        if not result.is_floating_point():
+            return result
+        within = result.where(~result.isposinf(), torch.finfo(result.dtype).max ** LARGE)
+        return result.copy_(within) if any(given is result for given in args) else within  # (written in place)
 
     return map_tensors(func(*args, **kwargs), limited)
 
