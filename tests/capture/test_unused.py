@@ -470,6 +470,27 @@ class Block(nn.Module):
         return self.way_out(x) if self.has_way_out else x
 
 
+class Tree(nn.Module):
+    """Deep layer aggregation's: a tree of trees makes a projection that the trees in it do not ask for."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.project = nn.Sequential(nn.Linear(64, 1), nn.LayerNorm(1))
+        self.inner = Tree(depth - 1) if depth else Block(64, has_norm=True)
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.depth else self.inner(x) + self.project(x)
+
+
+def test_a_block_whose_other_parameters_hang_in_blocks_of_its_own(guard: Guard) -> None:
+    model = Tree(1)
+    run = guard(trained(model, lambda: model(torch.randn(8, 64)).square().mean()))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity, incident.evidence["left_by"]) == ("unused-parameters", "info", "variant")
+    assert "`project.0.weight`" in incident.explanation
+
+
 @pytest.mark.parametrize(
     ("blocks", "severity", "left_by"),
     [

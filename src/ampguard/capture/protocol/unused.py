@@ -95,19 +95,20 @@ def is_small(unused: list[Tensor], trained: list[Tensor], left_by: str) -> bool:
 
 def _of_variants(roots: list[nn.Module], unused: set[int], held: set[int]) -> set[int]:
     """The unused parameters that lie in a block beside trained ones, where another block of its class trains its own."""
-    blocks: dict[int, tuple[type[nn.Module], dict[str, Tensor]]] = {}
+    blocks: dict[int, tuple[nn.Module, dict[str, Tensor]]] = {}
     for root in roots:
         for module in compat.all_modules(compat.unwrapped(root)):
             if not type(module).__module__.startswith("torch."):
-                blocks[id(module)] = type(module), _own_parameters(module)
+                blocks[id(module)] = module, _own_parameters(module)
     is_trained = held - unused
-    used = {(kind, path) for kind, own in blocks.values() for path, p in own.items() if id(p) in is_trained}
+    used = {(type(block), path) for block, own in blocks.values() for path, p in own.items() if id(p) in is_trained}
     return {
         id(p)
-        for kind, own in blocks.values()
-        if any(id(p) in is_trained for p in own.values())
+        for block, own in blocks.values()
         for path, p in own.items()
-        if id(p) in unused and (kind, path) in used
+        if id(p) in unused
+        and (type(block), path) in used
+        and any(id(other) in is_trained for other in compat.all_parameters(block))
     }
 
 
