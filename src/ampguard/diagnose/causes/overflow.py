@@ -65,7 +65,7 @@ def overflow(evidence: Evidence) -> Finding | None:
         return None
     wide = evidence.element(evidence.in_float64)
     counted = evidence.operands if _is_power_of_its_exponent(evidence) else evidence.float_operands
-    peak = max(o.stats.max_abs or 0.0 for o in counted)
+    peak = max(float(o.contributing.abs().max()) if o.contributing.numel() else 0.0 for o in counted)
     name = words.operator(evidence)
     dtype = torch.float64 if evidence.result_dtype == torch.float64 else torch.float32
     result = f"its result is {words.number(wide)} in float64"
