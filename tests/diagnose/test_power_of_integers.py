@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from watching import Watched
@@ -38,7 +39,9 @@ def test_the_exponent_is_clamped(guard: Guard) -> None:
     run = guard(lambda: train(1024))
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.step, run.first.op) == ("overflow", 2, "aten.pow.Tensor_Tensor")
-    assert "its operands reach 1023" in run.first.explanation
+    exponent = run.first.evidence["max_abs_operand"]
+    assert f"its operands reach {exponent:g}" in run.first.explanation
+    assert run.first.evidence["result_fp64"] == pytest.approx(0.9**-exponent, rel=0.01)
     clamping = next(fix for fix in run.first.fixes if fix.action == "clamp")
     assert clamping.verified
     assert clamping.how == "grown = self.decay**(-n).clamp(min=-600, max=600)"
