@@ -49,7 +49,7 @@ def all_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def has_parameters(module: nn.Module) -> bool:
     """Whether the module, or any inside it, has a parameter."""
-    return bool(own_parameters(module)) or any(has_parameters(child) for child in own_children(module).values())
+    return any(own_parameters(part) for _, part in named_modules(module))
 
 
 def all_buffers(module: nn.Module) -> list[Tensor]:
@@ -68,18 +68,17 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """What `nn.Module.named_modules` yields."""
+    """What `nn.Module.named_modules` yields; with duplicates, no module again inside itself."""
     seen: set[int] = set()
-    stack = [("", module)]
+    stack: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", module, ())]
     while stack:
-        name, part = stack.pop()
-        if remove_duplicate:
-            if id(part) in seen:
-                continue
-            seen.add(id(part))
+        name, part, above = stack.pop()
+        if id(part) in (seen if remove_duplicate else above):
+            continue
+        seen.add(id(part))
         yield name, part
-        inside = [(f"{name}.{key}" if name else key, child) for key, child in own_children(part).items()]
-        stack += reversed(inside)
+        inside = own_children(part).items()
+        stack += reversed([(f"{name}.{key}" if name else key, child, (*above, id(part))) for key, child in inside])
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
@@ -108,16 +107,17 @@ def _named(module: nn.Module, kind: str, remove_duplicate: bool) -> dict[str, An
 
 def _all(module: nn.Module, kind: str) -> list[Any]:
     found: dict[int, Any] = {}
+    seen: set[int] = set()  # a part may hang in several places, or know the module that it hangs in
     stack: list[Any] = [module]
     while stack:
         part = stack.pop()
-        own = part.__dict__
-        members, children = own.get(kind), own.get("_modules")
-        if not isinstance(members, dict) or not isinstance(children, dict):
-            members, children = _members(part, kind), _members(part, "_modules")
-        for tensor in members.values():
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for tensor in _members(part, kind).values():
             if tensor is not None:
                 found[id(tensor)] = tensor
+        children = _members(part, "_modules")
         if children:
             stack += [child for child in reversed(children.values()) if child is not None]
     return list(found.values())
@@ -125,13 +125,7 @@ def _all(module: nn.Module, kind: str) -> list[Any]:
 
 def _members(module: nn.Module, kind: str) -> dict[str, Any]:
     found = module.__dict__.get(kind)
-    return found if isinstance(found, dict) else _scripted(module, kind)
-
-
-def _scripted(module: nn.Module, kind: str) -> dict[str, Any]:
-    """A ScriptModule's are in C++."""
-    held = getattr(module, kind)
-    return dict(held.items())
+    return found if isinstance(found, dict) else dict(getattr(module, kind).items())  # a ScriptModule's are in C++
 
 
 def _own(module: nn.Module, name: str) -> dict[str, Any]:
