@@ -17,7 +17,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.fixes.proposals import spelled
 from ampguard.diagnose.hidden_overflow import overflow_behind
 from ampguard.diagnose.locate.chain import Chain, Link
-from ampguard.diagnose.locate.slicing import makes_infinity_on_purpose
+from ampguard.diagnose.locate.on_purpose import makes_infinity_on_purpose
 from ampguard.numerics import POS_INF, is_low_precision
 from ampguard.replay.trace import Trace, TracedOp
 from ampguard.replay.variants import Variant

@@ -22,10 +22,11 @@ from torch import Tensor
 from ampguard.diagnose.locate.chain import Chain, Given, Link
 from ampguard.diagnose.locate.choices import chosen_before
 from ampguard.diagnose.locate.contributions import contributing, reached_by
+from ampguard.diagnose.locate.first_samples import of_first_samples
 from ampguard.diagnose.locate.joined import older_beside
 from ampguard.diagnose.locate.lineage import logdet_around
+from ampguard.diagnose.locate.on_purpose import is_mask_in_log_space, makes_infinity_on_purpose
 from ampguard.numerics import NAN, NEG_INF, POS_INF
-from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
@@ -34,10 +35,8 @@ MAX_VISITS_OF_MANY = 4000
 """The same for all of several results together; each is begun as long as some of these are left."""
 VISITS_PER_OP = 8
 MAX_ELDERS = 4
-MAX_BEGINNINGS = 4
 GRADIENTS_BEFORE = 64
 """Bad results of a backward pass before some memory was asked for, of which one of its shape is looked for."""
-LOGARITHMS = frozenset({"log", "log2", "log10"})
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
 BLOCK, MAX_BLOCKS = 1 << 20, 16
@@ -100,7 +99,7 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, visited: Vi
     best: Chain | None = None
     fallback: Chain | None = None
     wanted = 1 if visited is not None else ENDS
-    first = _of_first_samples(trace, len(trace.ops), tensor.shape, bad.flat, torch.arange(bad.flat.numel()))
+    first = of_first_samples(trace, len(trace.ops), tensor.shape, bad.flat, torch.arange(bad.flat.numel()))
     for position in dict.fromkeys((*first, *_starts(bad))):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
@@ -333,7 +332,7 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
             if not hits.numel() or not _can_explain(op, link.kind, kind):
                 continue
             first = (
-                *_of_first_samples(trace, op.index, tensor.shape, bad.flat, hits),
+                *of_first_samples(trace, op.index, tensor.shape, bad.flat, hits),
                 *_older(trace, op, tensor, bad, hits),
             )
             for hit in dict.fromkeys((*first, *_spread(hits))):
@@ -354,45 +353,6 @@ def _may_lie_beyond(bad: BadElements, tensor: TracedTensor, test: Callable[[Tens
     return len(blocks) > MAX_BLOCKS or any(
         bool(test(torch.arange(at, min(at + BLOCK, size), device=bad.flat.device)).any()) for at in blocks
     )
-
-
-def _of_first_samples(trace: Trace, before: int, shape: tuple[int, ...], flat: Tensor, hits: Tensor) -> list[int]:
-    """One of the hits for each of the operators at which bad values began first: in a sample of its own that was bad there.
-
-    Samples stay apart, in most operators: layers that overflow for one row each begin in the first of these layers.
-    """
-    if hits.numel() <= ENDS + 1 or not shape:
-        return []
-    if trace.beginnings is None:
-        trace.beginnings = _beginnings(trace)
-    samples = torch.div(flat[hits], max(1, math.prod(shape[1:])), rounding_mode="floor")
-    found: list[int] = []
-    for index, size, own in trace.beginnings:
-        if index < before and size == shape[0]:
-            at = torch.isin(samples, own).nonzero().reshape(-1)
-            found += [int(hits[at[0]])] if at.numel() else []
-    return found
-
-
-def _beginnings(trace: Trace) -> list[tuple[int, int, Tensor]]:
-    """The first operators of the forward pass that made something bad of what was finite: number, samples, and which were."""
-    found: list[tuple[int, int, Tensor]] = []
-    for op in trace.ops:
-        if not op.is_bad or op.in_backward or any(tensor.bad is not None for tensor in op.inputs):
-            continue
-        for position, made in enumerate(op.outputs):
-            if (
-                made.bad is None
-                or len(made.shape) < 2
-                or makes_infinity_on_purpose(Link(op, position, None, int(made.bad.kinds[0])))
-            ):
-                continue
-            samples = torch.div(made.bad.flat, math.prod(made.shape[1:]), rounding_mode="floor").unique()
-            if len(samples) < made.shape[0]:
-                found.append((op.index, made.shape[0], samples))
-        if len(found) >= MAX_BEGINNINGS:
-            break
-    return found
 
 
 def _spread(hits: Tensor) -> tuple[int, int, int]:
@@ -505,28 +465,3 @@ def _bad_of(op: TracedOp, kind: int) -> Link | None:
             hit = int(hits[0]) if hits is not None else 0
             return Link(op, position, int(made.bad.flat[hit]), int(made.bad.kinds[hit]))
     return None
-
-
-def makes_infinity_on_purpose(link: Link) -> bool:
-    """An operator without a non-finite operand that was handed an infinite constant and put it in the result."""
-    if link.kind == NAN:
-        return False
-    wanted = math.inf if link.kind == POS_INF else -math.inf
-    return any(scalar == wanted for scalar in link.op.scalars)
-
-
-def is_mask_in_log_space(trace: Trace, links: Sequence[Link]) -> bool:
-    """Whether the chain begins at the logarithm of zeros and ones (`scores + mask.float().log()`) and a softmax makes NaN of it:
-    a row without a one has no key. (The logarithm of a probability that is 0 is no mask, which it may look like elsewhere.)"""
-    head = links[-1].op
-    if head.short_name not in LOGARITHMS or links[-1].kind != NEG_INF or not head.inputs:
-        return False
-    made = next((link for link in reversed(links) if link.kind != NEG_INF), None)
-    if made is None or "softmax" not in made.op.short_name:
-        return False
-    by = head.inputs[0].made_by
-    maker = trace.ops[by[0]] if by is not None else None
-    if maker is not None and maker.short_name == "_to_copy" and maker.inputs and maker.inputs[0].dtype == torch.bool:
-        return True
-    values = flat_tensors(head.args, {})[:1] if head.args is not None else []
-    return any(bool(((v == 0) | (v == 1)).all()) for v in values)
