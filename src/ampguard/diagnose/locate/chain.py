@@ -38,15 +38,13 @@ class Chain:
 
     `given` is set where the last link only read a non-finite value that was there before. `intended` is set where the
     chain begins at an infinity that the code meant to have (a literal, a mask that was handed in). `is_data` is set
-    where a constant was written into a batch before the model saw it: the batch is what was given. `choice` is set where no
-    bad value leads from the head on, but what was chosen for it: who chose, and what made the next bad value of that.
+    where a constant was written into a batch before the model saw it: the batch is what was given.
     """
 
     links: list[Link] = field(default_factory=list)
     given: Given | None = None
     intended: bool = False
     is_data: bool = False
-    choice: tuple[TracedOp, TracedOp] | None = None
 
     @property
     def head(self) -> Link:

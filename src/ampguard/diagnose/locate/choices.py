@@ -38,6 +38,15 @@ def chosen_before(trace: Trace, head: TracedOp) -> tuple[TracedOp, Place] | None
     return found
 
 
+def bad_choices(trace: Trace) -> list[TracedOp]:
+    """Everything of the forward pass that chose by the place of a value that is not finite."""
+    return [op for op in trace.ops if not op.in_backward and _extreme(trace, op) is not None]
+
+
+def looks_for_smallest(op: TracedOp) -> bool:
+    return op.short_name in SMALLEST or (op.short_name == "topk" and False in op.plain[3:4])
+
+
 def _extreme(trace: Trace, op: TracedOp) -> Place | None:
     """A value among which this operator looked for an extreme one, and that must have been it."""
     if (
@@ -50,8 +59,7 @@ def _extreme(trace: Trace, op: TracedOp) -> Place | None:
     bad = trace.ops[made[0]].outputs[made[1]].bad if made is not None else None
     if made is None or bad is None:
         return None
-    is_smallest = op.short_name in SMALLEST or (op.short_name == "topk" and False in op.plain[3:4])
-    for kind in (NAN, NEG_INF if is_smallest else POS_INF):
+    for kind in (NAN, NEG_INF if looks_for_smallest(op) else POS_INF):
         hits = (bad.kinds == kind).nonzero()
         if hits.numel():
             return trace.ops[made[0]], made[1], int(bad.flat[int(hits[0])]), kind

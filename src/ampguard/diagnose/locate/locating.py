@@ -18,7 +18,7 @@ from ampguard.diagnose.givens.naming import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, gradient_evidence, locate_gradient
 from ampguard.diagnose.locate.behind_zero import hidden_overflow_behind
 from ampguard.diagnose.locate.chain import Chain, Link
-from ampguard.diagnose.locate.chosen_badly import ChosenBadly
+from ampguard.diagnose.locate.chosen_badly import choice_behind
 from ampguard.diagnose.locate.opaque import opaque_evidence
 from ampguard.diagnose.locate.rows import is_masks_doing
 from ampguard.diagnose.locate.slicing import COPIES, at_the_data, chain_from
@@ -70,7 +70,7 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     if is_on_purpose(bad, chain):
         return None
     evidence = evidence_of(bad, chain, outcome, replayer)
-    return hidden_overflow_behind(evidence) or evidence
+    return hidden_overflow_behind(evidence) or choice_behind(evidence) or evidence
 
 
 def _was_computed_unseen(outcome: Outcome, chain: Chain) -> bool:
@@ -102,8 +102,7 @@ def _has_grown_over_steps(evidence: Evidence) -> bool:
 
 def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:
     """The evidence of a bad loss or output; that of a derivative, where the step computes with one that is bad."""
-    kind = Evidence if chain.choice is None else ChosenBadly
-    evidence = kind(bad, chain, outcome, replayer)
+    evidence = Evidence(bad, chain, outcome, replayer)
     is_derivative = evidence.op.in_backward and evidence.given is None
     return GradientEvidence(bad, chain, outcome, replayer) if is_derivative else evidence
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose.locate.chain import Chain, Given, Link
-from ampguard.diagnose.locate.choices import chosen_before
 from ampguard.diagnose.locate.contributions import contributing, reached_by
 from ampguard.diagnose.locate.first_samples import of_first_samples
 from ampguard.diagnose.locate.joined import older_beside
@@ -122,7 +121,7 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, visited: Vi
         wanted -= not chain.intended
         if not wanted:
             break
-    found = _from_its_choice(trace, _from_its_elders(trace, best)) if best is not None else fallback
+    found = _from_its_elders(trace, best) if best is not None else fallback
     return _of_the_step(found) if found is not None else None
 
 
@@ -135,20 +134,6 @@ def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
             break
         chain = Chain([*chain.links, *before.links])
     return chain
-
-
-def _from_its_choice(trace: Trace, chain: Chain) -> Chain:
-    """The chain, begun at a bad value for which what its head computes with was chosen, though that is finite."""
-    if chain.given is not None or chain.head.op.in_backward:
-        return chain
-    found = chosen_before(trace, chain.head.op)
-    if found is None:
-        return chain
-    by, place = found
-    before = _explore(trace, Link(*place), set())
-    if before is None or before.intended:
-        return chain
-    return Chain([*chain.links, *before.links], before.given, choice=(by, chain.head.op))
 
 
 def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
