@@ -15,7 +15,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-GROUND = {"compat", "errors", "incident", "numerics", "stderr"}
+GROUND = {"compat", "errors", "incident", "numerics", "stderr", "threads"}
 MAY_IMPORT = {
     "_version": set[str](),
     "compat": set[str](),
@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "numerics": {"compat"},
     "precisions": set[str](),
     "stderr": set[str](),
+    "threads": set[str](),
     "protocol": set[str](),
-    "report": {"errors", "incident", "stderr"},
+    "report": {"errors", "incident", "stderr", "threads"},
     "capture": GROUND | {"protocol"},
     "replay": GROUND | {"capture"},
     "diagnose": GROUND | {"protocol", "capture", "replay"},
@@ -52,6 +53,7 @@ WITHOUT_TORCH = {
     "protocol",
     "report",
     "stderr",
+    "threads",
 }
 
 PYTHONS_OWN = {

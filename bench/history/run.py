@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ampguard.report.history import ActivationRow, HistoryWriter, StepRow, read_history
+from ampguard.report.history import ActivationRow, StepRow, read_history
+from ampguard.report.history_writer import HistoryWriter
 
 HERE = Path(__file__).parent
 GOAL_MB = 300

@@ -35,7 +35,8 @@ from bench.heal.outcome import (  # noqa: E402
 
 from ampguard.compare.course import Course, course_of  # noqa: E402
 from ampguard.incident import Incident  # noqa: E402
-from ampguard.report.history import HistoryWriter, StepRow  # noqa: E402
+from ampguard.report.history import StepRow  # noqa: E402
+from ampguard.report.history_writer import HistoryWriter  # noqa: E402
 
 CARRIED = Outcome(
     case="p-one",

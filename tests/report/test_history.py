@@ -13,12 +13,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ampguard.errors import RunFolderError
-from ampguard.report import history
-from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow, read_history
+from ampguard.report import history, history_writer
+from ampguard.report.history import ActivationRow, EventRow, StepRow, read_history
+from ampguard.report.history_writer import HistoryWriter
+
+
+@pytest.fixture(autouse=True, params=["alone", "among threads"])
+def is_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the process passes for one without other threads: the training's own writes then."""
+    monkeypatch.setattr(history_writer, "is_single_threaded", lambda: request.param == "alone")
+    return bool(request.param == "alone")
+
 
 FULL = StepRow(0, 2.5, 65536.0, 1.5, False, 1e-3, 0.25)
 
@@ -77,7 +87,8 @@ def test_kill_loses_at_most_about_a_second(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from ampguard.report.history import HistoryWriter, StepRow\n"
+        "from ampguard.report.history import StepRow\n"
+        "from ampguard.report.history_writer import HistoryWriter\n"
         "writer = HistoryWriter(Path(sys.argv[1]), print)\n"
         "for step in range(100_000):\n"
         "    writer.step(StepRow(step, 1.0)); print(step, flush=True); time.sleep(0.001)\n"
@@ -105,11 +116,11 @@ def test_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path, monkeypatch:
     def full(*args: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(history, "_insert", full)
+    monkeypatch.setattr(history_writer, "_insert", full)
     problems: list[str] = []
     writer = HistoryWriter(tmp_path, problems.append)
     writer.step(FULL)
-    time.sleep(3 * history.WRITE_EVERY_S)
+    time.sleep(3 * history_writer.WRITE_EVERY_S)
     for step in range(1000):
         writer.step(FULL._replace(step=step))
     writer.close()
@@ -120,7 +131,7 @@ def test_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path, monkeypatch:
 
 
 def test_locked_file_never_holds_up_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "LOCKED_FOR_S", 0.5)
+    monkeypatch.setattr(history_writer, "LOCKED_FOR_S", 0.5)
     problems: list[str] = []
     writer = HistoryWriter(tmp_path, problems.append)
     time.sleep(0.3)
@@ -130,15 +141,73 @@ def test_locked_file_never_holds_up_the_training(tmp_path: Path, monkeypatch: py
     for step in range(2000):
         writer.step(FULL._replace(step=step))
     assert time.perf_counter() - started < 0.5
-    time.sleep(1.5)
+    for _ in range(3):
+        time.sleep(0.6)
+        writer.step(FULL._replace(step=2000))
     locker.close()
     writer.close()
     assert len(problems) == 1
 
 
+def test_a_file_that_is_locked_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_writer, "WRITE_EVERY_S", 0.05)
+    writer = HistoryWriter(tmp_path, pytest.fail)
+    writer.step(StepRow(0))
+    until = time.monotonic() + 20
+    while not (tmp_path / history.HISTORY_NAME).exists():
+        assert time.monotonic() < until
+    locker = sqlite3.connect(tmp_path / history.HISTORY_NAME, isolation_level=None, timeout=10.0)
+    locker.execute("BEGIN IMMEDIATE")
+    for step in range(1, 5):
+        time.sleep(0.06)
+        writer.step(StepRow(step))
+    locker.close()
+    writer.step(StepRow(5))
+    writer.close()
+    with read_history(tmp_path) as run:
+        assert [row.step for row in run.steps()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_was_interrupted_is_written_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes in the middle of a batch where the training's own thread writes."""
+    monkeypatch.setattr(history_writer, "is_single_threaded", lambda: True)
+    insert, calls = history_writer._insert, []
+
+    def interrupted(*args: Any) -> None:
+        insert(*args)
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(history_writer, "_insert", interrupted)
+    writer = HistoryWriter(tmp_path, pytest.fail)
+    writer._due = 0.0
+    with pytest.raises(KeyboardInterrupt):
+        writer.event(0, "note", "once")
+    writer.close()
+    with read_history(tmp_path) as run:
+        assert list(run.events()) == [EventRow(0, "note", "once")]
+
+
+def test_a_thread_takes_over_once_the_process_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = True
+    monkeypatch.setattr(history_writer, "is_single_threaded", lambda: alone)
+    monkeypatch.setattr(history_writer, "WRITE_EVERY_S", 0.0)
+    writer = HistoryWriter(tmp_path, pytest.fail)
+    writer.step(StepRow(0))
+    assert writer._thread is None
+    alone = False
+    writer.step(StepRow(1))
+    assert writer._thread is not None
+    assert writer._database is None
+    writer.close()
+    with read_history(tmp_path) as run:
+        assert [row.step for row in run.steps()] == [0, 1]
+
+
 def test_memory_is_bounded_while_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "WRITE_EVERY_S", 60.0)
-    monkeypatch.setattr(history, "WAITING_ROWS", 100)
+    monkeypatch.setattr(history_writer, "WRITE_EVERY_S", 60.0)
+    monkeypatch.setattr(history_writer, "WAITING_ROWS", 100)
     problems: list[str] = []
     writer = HistoryWriter(tmp_path, problems.append)
     for step in range(1000):
@@ -166,6 +235,7 @@ def test_a_folder_that_is_deleted_is_said_once(tmp_path: Path) -> None:
     writer.step(StepRow(0, loss=1.0))
     while not has_a_step(folder):
         time.sleep(0.01)
+        writer.step(StepRow(0, loss=1.0))
     shutil.rmtree(folder)
     writer.step(StepRow(1, loss=1.0))
     writer.close()
@@ -189,10 +259,11 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     monkey = writer._pid
     writer._pid = -1  # what a child sees: a process id that is not its own
     writer.close()
-    assert writer._thread.is_alive()
+    assert not has_a_step(tmp_path)
     writer._pid = monkey
     writer.close()
-    assert not writer._thread.is_alive()
+    assert has_a_step(tmp_path)
+    assert writer._thread is None or not writer._thread.is_alive()
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database at all, whatever it says" * 100])
@@ -231,7 +302,7 @@ def test_a_step_takes_little_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="processes do not fork here")
-def test_no_thread_of_ours_is_there_while_a_process_forks(tmp_path: Path) -> None:
+def test_no_thread_of_ours_is_there_while_a_process_forks(tmp_path: Path, is_alone: bool) -> None:
     """From Python 3.12 on a fork among threads is warned of, in the script's name."""
     before = threading.active_count()
     writer = HistoryWriter(tmp_path, pytest.fail)
@@ -245,7 +316,7 @@ def test_no_thread_of_ours_is_there_while_a_process_forks(tmp_path: Path) -> Non
             writer.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert threading.active_count() == before + 1
+        assert threading.active_count() == before + (not is_alone)
     writer.step(StepRow(3))
     writer.close()
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 from workbench import Outcome, Workbench
 
+from ampguard.threads import is_single_threaded
+
 READY = """
 import os, signal, sys, time
 def ready():
@@ -68,9 +70,28 @@ def ready():
 def test_a_signal_ends_a_process_that_is_blocked_in_c(workbench: Workbench, signum: int) -> None:
     workbench.write("train.py", WAITS_IN_C + "ready()")
     started = time.monotonic()
-    assert signalled(workbench, "train.py", signum=signum) == Outcome(-signum, "", "")
+    assert signalled(workbench, "train.py", signum=signum, RANK="0") == Outcome(-signum, "", "")
     assert workbench.session_saw() == ["start", "leave"]
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.skipif(not is_single_threaded(), reason="nobody can tell here, or this process has threads")
+def test_the_watcher_comes_with_the_first_thread_that_the_script_starts(workbench: Workbench) -> None:
+    """A process has none from the guard: its first thread would cost every lock of the training."""
+    workbench.write(
+        "train.py",
+        "import os, threading\n"
+        "from ampguard.threads import look_for_first_thread\n"
+        "count = lambda: len(os.listdir('/proc/self/task'))\n"
+        "look_for_first_thread()\n"
+        "print(count())\n"
+        "ended = threading.Event()\n"
+        "threading.Thread(target=ended.wait).start()\n"
+        "look_for_first_thread()\n"
+        "print(count())\n"
+        "ended.set()\n",
+    )
+    assert workbench.guarded("train.py").stdout == "1\n3\n"
 
 
 def test_a_blocked_process_with_a_handler_of_its_own_is_left_alone(workbench: Workbench) -> None:
@@ -79,7 +100,7 @@ def test_a_blocked_process_with_a_handler_of_its_own_is_left_alone(workbench: Wo
         "train.py",
         WAITS_IN_C + "signal.signal(signal.SIGTERM, print)\nthreading.Timer(2.5, os._exit, (7,)).start()\nready()",
     )
-    assert signalled(workbench, "train.py").status == 7
+    assert signalled(workbench, "train.py", RANK="0").status == 7
     assert workbench.session_saw() == ["start"]
 
 
@@ -119,7 +140,7 @@ def test_the_watcher_is_none_of_the_scripts_threads(workbench: Workbench, assert
 def test_a_report_that_cannot_be_written_holds_nobody_up(workbench: Workbench) -> None:
     workbench.write("train.py", WAITS_IN_C + "ready()")
     started = time.monotonic()
-    assert signalled(workbench, "train.py", SESSION_FAULT="leave").status == -signal.SIGTERM
+    assert signalled(workbench, "train.py", SESSION_FAULT="leave", RANK="0").status == -signal.SIGTERM
     assert time.monotonic() - started < 15
 
 

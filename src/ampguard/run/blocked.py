@@ -2,7 +2,9 @@
 
 A Python handler runs between two bytecodes of the main thread, and there is no next one. The interpreter's own C handler
 writes the signal's number to the wakeup file at once, wherever the main thread is. A thread that sleeps on that file
-gives the Python handler a moment, and then has what is known written down and ends the process by the signal.
+gives the Python handler a moment, and then has what is known written down and ends the process by the signal. It is started
+where the process is one of several ranks, and elsewhere once there is another thread: a first one costs (`ampguard.threads`),
+and without any the main thread waits for nobody in C++.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+
+from ampguard.threads import at_first_thread, no_longer
 
 BEGINS_WITHIN_S = 1.0
 """How long the main thread may take to come back to Python."""
@@ -28,6 +32,9 @@ RESTS_WITHIN_S = 1.0
 NO_SIGNAL = b"\0"
 """No signal has this number: the thread is to end."""
 
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""What launchers of several processes set: torchrun, Slurm, Open MPI, MPICH."""
+
 
 class BlockedWatcher:
     """Ends the process by the signal where the Python handler cannot."""
@@ -41,6 +48,7 @@ class BlockedWatcher:
         self._read = self._wakeup = -1
         self._rests = threading.Event()
         self._native_id = 0
+        self._is_watching = False
 
     def install(self) -> None:
         """Begin to watch, unless somebody else is woken up by signals. To be called in the main thread."""
@@ -55,17 +63,21 @@ class BlockedWatcher:
             os.close(write)
             return
         self._read, self._wakeup = read, write
-        self._begin()
+        if any(name in os.environ for name in RANK_VARIABLES):
+            self._begin()
+        else:
+            at_first_thread(self._begin)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._rest, after_in_parent=self._go_on)
 
     def _begin(self) -> None:
+        self._is_watching = True
         self._rests.clear()
         _thread.start_new_thread(self._watch, (self._read,))  # not threading's: a script does not find it among its own
 
     def _rest(self) -> None:
         """The process is about to fork: Python tells of threads that are there then (3.12)."""
-        if self._wakeup != -1:
+        if self._wakeup != -1 and self._is_watching:
             os.write(self._wakeup, NO_SIGNAL)
             if self._rests.wait(RESTS_WITHIN_S):
                 _until_gone(self._native_id)
@@ -79,6 +91,7 @@ class BlockedWatcher:
         """Watch no longer; in a forked child too, whose signals are not its parent's. A wakeup file of the script's stays."""
         if self._wakeup == -1:
             return
+        no_longer(self._begin)
         before = signal.set_wakeup_fd(-1)
         if before not in (-1, self._wakeup):
             signal.set_wakeup_fd(before)

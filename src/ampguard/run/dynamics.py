@@ -36,7 +36,8 @@ from ampguard.diagnose.dynamics.stories import OF_LARGE_NUMBERS, Stories
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
-from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow
+from ampguard.report.history import ActivationRow, EventRow, StepRow
+from ampguard.report.history_writer import HistoryWriter
 from ampguard.run.dynamics_probes import DynamicsProbes
 
 ATTENTIVE_SHARE = 0.03

@@ -44,6 +44,7 @@ from ampguard.run.ranks import RankWatch, watch_ranks
 from ampguard.run.ranks_ending import say_what_others_saw
 from ampguard.run.stopping import Stopping
 from ampguard.stderr import keep, say, stream
+from ampguard.threads import look_for_first_thread
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
 
@@ -356,6 +357,7 @@ class Session:
             self._stopping.at_next_forward(f"{step} steps, as asked for", 0)
 
     def on_forward(self) -> None:
+        look_for_first_thread()
         self._stopping.refuse()
         self._dynamics.root_entering()
         self._calls.forward_begins()
