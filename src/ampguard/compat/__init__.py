@@ -109,6 +109,7 @@ from ampguard.compat.modules import (
     unwrapped,
 )
 from ampguard.compat.operators import (
+    COMPARES_WHOLE,
     PYTORCHS,
     alpha_of,
     backward_engine,
@@ -258,6 +259,7 @@ from ampguard.compat.updates import (
 from ampguard.compat.weak_tensors import by_tensor, unhindered
 
 __all__ = [
+    "COMPARES_WHOLE",
     "FOUND_INF",
     "GRAD_SCALER",
     "HAS_CUDA",

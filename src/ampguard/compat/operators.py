@@ -151,15 +151,38 @@ _ways_to_run: dict[int, tuple[bool, bool, Any]] = {}
 """By identity, each with its operator: whether its kernel casts, and whether it writes to lists."""
 
 
+COMPARES_WHOLE = torch.ops.aten.equal.default
+
+
+def _all_tensors(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The numbers that PyTorch made of tensors as tensors again."""
+    known = next((value.dtype for value in values if isinstance(value, torch.Tensor)), None)
+    return tuple(
+        value if isinstance(value, torch.Tensor) else torch.scalar_tensor(value, dtype=known or _dtype_of(value))
+        for value in values
+    )
+
+
+def _dtype_of(number: complex) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
+    if isinstance(number, int):
+        return torch.int64
+    return torch.float64 if isinstance(number, float) else torch.complex128
+
+
 def run_counted(func: Any, args: Any, kwargs: Any, casts: bool = True) -> Any:
     """Run an operator under a dispatch mode as PyTorch does without one.
 
     Under a mode the operators of which it is made pass by two layers: the one that counts writes to lists of plain CPU
-    tensors, and autocast (unless `casts` is False).
+    tensors, and autocast (unless `casts` is False). And they are given a constant of a traced module as a Python number, which
+    `equal` does not take: it is asked of each pair of constants when such a module is saved.
     """
     known = _ways_to_run.get(id(func))
     if known is None:
         known = _ways_to_run[id(func)] = casts_within(func), writes_to_lists(func), func
+    if func is COMPARES_WHOLE:
+        args = _all_tensors(args)
     if known[0] and casts:
         with casting_within():
             return func(*args, **kwargs)

@@ -310,6 +310,7 @@ class GlueTape(compat.DispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_read = func in READS
         is_bookkeeping = func.namespace == "profiler" or func.overloadpacket is GIVES_MEMORY
+        is_bookkeeping = is_bookkeeping or func is compat.COMPARES_WHOLE
         is_plain = not (writes or is_random or is_read or is_bookkeeping or compat.casts_within(func))
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in compat.schema_of(func).returns)
         facts = self._facts[func] = _Facts(writes, is_view, is_random, is_read, is_bookkeeping, is_plain)
@@ -324,7 +325,7 @@ class GlueTape(compat.DispatchMode):
         if facts is None:
             facts = taped.barrier.call(self._learn, func)
         if facts is None or facts.is_bookkeeping:
-            return func(*args, **kwargs)
+            return compat.run_counted(func, args, kwargs)
         if facts.is_read:
             self.reads += 1
             value = func(*args, **kwargs)

@@ -28,6 +28,8 @@ class CarriedScales:
         """What was asked about last carries a scale because it was made of gradients that do."""
         self.ended_outside: DeviceScale | None = None
         """Which scale a backward pass carried that has reached no optimizer: its gradients are for something else."""
+        self.plain_outside = False
+        """The last backward pass that has reached no optimizer carried none: the gradients that it has left are plain."""
         self._machine = machine
         self._watches = watches
 
@@ -52,7 +54,9 @@ class CarriedScales:
         last = self._machine.last_backward
         is_open = last is not None and isinstance(last.scale, DeviceScale) and last.scale.watch.scale is last.scale
         with compat.unseen():
-            return self.losses.holds_two(loss, self.fresh) or (is_open and goes_on_in(loss, False))
+            return self.losses.holds_two(loss, self.fresh) or (
+                is_open and not self.plain_outside and goes_on_in(loss, False)
+            )
 
     def _remember_fresh(self) -> None:
         """The last scaled loss is not the only one."""
@@ -83,6 +87,9 @@ class CarriedScales:
         if scale is None and (last := self._machine.last_backward) is not None:
             carried = last.scale
             is_open = isinstance(carried, DeviceScale) and carried.watch.scale is carried  # no update has come since
-            if is_open and (any(map(goes_on, given)) or goes_on_in(losses, carried is self.ended_outside)):
+            if is_open and (
+                any(map(goes_on, given))
+                or (not self.plain_outside and goes_on_in(losses, carried is self.ended_outside))
+            ):
                 return carried, False  # type: ignore[return-value]
         return scale, is_plain

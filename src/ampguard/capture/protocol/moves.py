@@ -229,8 +229,10 @@ class Moves:
         reached = () if self.is_lost else tuple([w for w in mine if w.after_backward()])
         self.scale_was_read = False
         self.scale_read_at = None
-        if isinstance(scale, DeviceScale) and not reached and not self.is_lost:
-            self.carried.ended_outside = scale
+        if not reached and not self.is_lost:
+            self.carried.plain_outside = scale is None
+            if isinstance(scale, DeviceScale):
+                self.carried.ended_outside = scale
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         if self.carried.losses.of_several:
             self.routine.spoil()
